@@ -1,0 +1,5 @@
+"""placeholder written next"""
+
+
+class StagingPool:
+    limit_bytes: int = 0
