@@ -1,0 +1,194 @@
+"""The commit and everything around it: publish, resolve, list, discard, delete. A checkpoint exists iff its root does."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import re
+import secrets
+from collections.abc import Sequence
+
+import msgspec
+from anyio import CancelScope
+
+from savestream.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    StorageError,
+    UnsupportedFormatError,
+)
+from savestream.pipeline.limits import MAXIMUM_ROOT_BYTES
+from savestream.pipeline.manifest import Root, decode_root
+from savestream.storage_backends import Location
+from savestream.storage_backends.base import ObjectInfo, StorageBackend
+
+__all__ = [
+    "ROOT_NAME",
+    "CheckpointEntry",
+    "delete_checkpoint",
+    "describe",
+    "discard",
+    "find_checkpoints",
+    "head_root",
+    "join_path",
+    "new_save_id",
+    "publish",
+    "read_root",
+]
+
+logger = logging.getLogger("savestream")
+
+ROOT_NAME = "manifest.json"
+_SCRATCH_NAME = "manifest.tmp"
+_SAVE_ID = re.compile(r"[0-9a-f]{32}")
+_OWN_FILE = re.compile(r"r\d{5,}(-\d{4,})?\.(bin|index\.json)|manifest\.tmp")
+_STEP_NAME = re.compile(r"step-(\d{12,})")
+
+
+class CheckpointEntry(msgspec.Struct, frozen=True):
+    """A committed checkpoint beneath a root.
+
+    Attributes
+    ----------
+    name
+        Its directory's name.
+    location
+        Path or URL that ``load`` takes.
+    step
+        The step in a name of the form ``step-000000000123``, else None.
+    """
+
+    name: str
+    location: str
+    step: int | None
+
+
+def join_path(prefix: str, name: str) -> str:
+    """A path beneath a prefix that may be empty."""
+    return f"{prefix}/{name}" if prefix else name
+
+
+def describe(location: Location, name: str = "") -> str:
+    """How messages call a place."""
+    parts = [location.backend.url.rstrip("/"), location.path, name]
+    return "/".join(part for part in parts if part)
+
+
+def new_save_id() -> str:
+    """128 random bits: no two saves ever share a name."""
+    return secrets.token_hex(16)
+
+
+async def head_root(location: Location) -> ObjectInfo | None:
+    """The root manifest as storage describes it, or None where no checkpoint is committed."""
+    return await location.backend.head(join_path(location.path, ROOT_NAME))
+
+
+async def read_root(location: Location) -> Root:
+    """Read and check the root manifest; absence is an error that says whether an unfinished save lies there."""
+    try:
+        data = await location.backend.get(join_path(location.path, ROOT_NAME), maximum_bytes=MAXIMUM_ROOT_BYTES)
+    except StorageError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            raise CheckpointNotFoundError(await _absence(location)) from error
+        if error.errno == errno.EFBIG:
+            raise CorruptCheckpointError(f"{describe(location, ROOT_NAME)}: larger than any root manifest") from error
+        raise
+    try:
+        return decode_root(data)
+    except (CorruptCheckpointError, UnsupportedFormatError) as error:
+        raise type(error)(f"{describe(location, ROOT_NAME)}: {error}") from error
+
+
+async def _absence(location: Location) -> str:
+    place = describe(location)
+    if await _save_ids(location):
+        return (
+            f"{place}: incomplete; a save began here and never committed, so there is nothing to load. Load an "
+            "earlier checkpoint, or save here again"
+        )
+    return f"{place}: no checkpoint (there is no {ROOT_NAME})"
+
+
+async def _save_ids(location: Location) -> list[str]:
+    try:
+        names = await location.backend.list_directories(location.path)
+    except StorageError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            return []
+        raise
+    return [name for name in names if _SAVE_ID.fullmatch(name)]
+
+
+async def publish(
+    location: Location, data: bytes, *, save_id: str, replaces: ObjectInfo | None, superseded: str | None
+) -> None:
+    """Make the checkpoint exist: one atomic, durable creation of the root, shielded from cancellation.
+
+    ``replaces`` is what ``overwrite=True`` found there; ``superseded`` its save id, whose data goes afterwards.
+    """
+    backend = location.backend
+    root = join_path(location.path, ROOT_NAME)
+    scratch = join_path(location.path, f"{save_id}/{_SCRATCH_NAME}")
+    with CancelScope(shield=True):
+        try:
+            if replaces is None:
+                await backend.create(root, data, scratch=scratch)
+            else:
+                await backend.replace(root, data, scratch=scratch, expected_etag=replaces.etag)
+        except StorageError as error:
+            if error.errno == errno.EEXIST:
+                raise CheckpointExistsError(
+                    f"{describe(location)}: another save committed here first; it was left alone. Save elsewhere, or "
+                    "pass overwrite=True"
+                ) from error
+            raise
+        if superseded is not None and superseded != save_id:
+            await _discard_quietly(location, superseded)
+
+
+async def discard(location: Location, save_id: str) -> None:
+    """Remove what a save wrote. Only names that savestream itself gives are touched."""
+    prefix = join_path(location.path, save_id)
+    objects = await location.backend.list_objects(prefix)
+    own = [found.path for found in objects if _OWN_FILE.fullmatch(found.path.removeprefix(prefix + "/"))]
+    await location.backend.delete(own)
+
+
+async def _discard_quietly(location: Location, save_id: str) -> None:
+    try:
+        await discard(location, save_id)
+    except StorageError as error:  # the new checkpoint stands; what is left is garbage that a later sweep removes
+        logger.warning("%s: the replaced data could not be removed: %s", describe(location, save_id), error)
+
+
+async def find_checkpoints(location: Location) -> list[CheckpointEntry]:
+    """The committed checkpoints directly beneath a root, by step number, then by name."""
+    backend: StorageBackend = location.backend
+    try:
+        names = await backend.list_directories(location.path)
+    except StorageError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            return []
+        raise
+    entries = []
+    for name in names:
+        if await backend.head(join_path(join_path(location.path, name), ROOT_NAME)) is not None:
+            match = _STEP_NAME.fullmatch(name)
+            step = int(match.group(1)) if match else None
+            entries.append(CheckpointEntry(name, describe(location, name), step))
+    return sorted(entries, key=lambda entry: (-1 if entry.step is None else entry.step, entry.name))
+
+
+async def delete_checkpoint(location: Location) -> None:
+    """Make a checkpoint unloadable (root first), then remove its data and nothing else."""
+    root = join_path(location.path, ROOT_NAME)
+    doomed: Sequence[str]
+    try:
+        doomed = [(await read_root(location)).checkpoint_id]
+    except CorruptCheckpointError:
+        doomed = await _save_ids(location)  # a damaged root cannot say: everything here that bears our names
+    await location.backend.delete([root])
+    for save_id in doomed:
+        await discard(location, save_id)

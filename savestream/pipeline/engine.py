@@ -1,0 +1,200 @@
+"""The engine: one thread with one asyncio loop on which every save and load runs.
+
+A trainer that computes on its own loop does not stall the save, a closed loop of the caller's drops nothing, and the
+blocking form needs no second implementation. The thread starts with the first operation. When the main thread ends, the
+engine lets running operations finish within a deadline, then cancels them, and says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_futures
+from typing import Any, Generic, TypeVar
+
+import anyio
+from anyio.from_thread import BlockingPortal
+
+from savestream.errors import UsageError
+
+__all__ = ["EXIT_DEADLINE_SECONDS", "Engine", "Operation", "call", "current_engine", "require_asyncio", "wait_future"]
+
+logger = logging.getLogger("savestream")
+
+Result = TypeVar("Result")
+
+EXIT_DEADLINE_SECONDS = 300.0
+_CANCEL_DEADLINE_SECONDS = 30.0
+
+
+class Operation(Generic[Result]):
+    """Work on the engine. ``future`` resolves only when the work, with its clean-up, has ended."""
+
+    def __init__(self, engine: Engine, name: str) -> None:
+        self.name = name
+        self.future: Future[Result] = Future()
+        self._engine = engine
+        self._scope: anyio.CancelScope | None = None
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        """Ask the work to end; returns at once. Harmless when it has ended."""
+        self._cancelled = True
+        self._engine.post(self._cancel_scope)
+
+    def _cancel_scope(self) -> None:
+        if self._scope is not None:
+            self._scope.cancel()
+
+    async def run(self, function: Callable[[], Awaitable[Result]]) -> None:
+        """Body of the work's task on the engine: settles ``future`` whatever happens."""
+        try:
+            with anyio.CancelScope() as self._scope:
+                if self._cancelled:
+                    self._scope.cancel()
+                self.future.set_result(await function())
+        except Exception as error:
+            self.future.set_exception(error)
+        finally:
+            if not self.future.done():
+                self.future.cancel()
+                self.future.set_running_or_notify_cancel()
+
+
+class Engine:
+    """The loop thread of one process."""
+
+    def __init__(self) -> None:
+        self.process_id = os.getpid()
+        self._ready: Future[BlockingPortal] = Future()
+        self._operations: set[Future[Any]] = set()
+        self._lock = threading.Lock()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="savestream-engine", daemon=True)
+        self._thread.start()
+        self._portal = self._ready.result()
+        # Not a daemon: it wakes when the main thread ends, before the interpreter waits for worker threads.
+        threading.Thread(target=self._close_after_main_thread, name="savestream-exit").start()
+
+    def _run(self) -> None:
+        try:
+            anyio.run(self._serve, backend="asyncio")
+        except BaseException as error:
+            if not self._ready.done():
+                self._ready.set_exception(error)
+            raise
+
+    async def _serve(self) -> None:
+        async with BlockingPortal() as portal:
+            self._ready.set_result(portal)
+            await portal.sleep_until_stopped()
+
+    @property
+    def is_current_thread(self) -> bool:
+        """Whether the caller already runs on the engine."""
+        return threading.current_thread() is self._thread
+
+    def submit(self, function: Callable[[], Awaitable[Result]], name: str) -> Operation[Result]:
+        """Start ``function`` on the engine from any thread."""
+        operation: Operation[Result] = Operation(self, name)
+        with self._lock:
+            if self._closing:
+                raise UsageError("the interpreter is shutting down; savestream starts nothing new")
+            self._operations.add(operation.future)
+        operation.future.add_done_callback(self._operations.discard)
+        self._portal.start_task_soon(operation.run, function)
+        return operation
+
+    def post(self, function: Callable[[], object]) -> None:
+        """Run a quick function on the engine's loop, without waiting."""
+        if self._thread.is_alive():
+            self._portal.start_task_soon(function)
+
+    def _close_after_main_thread(self) -> None:
+        threading.main_thread().join()
+        with self._lock:
+            self._closing = True
+            running = set(self._operations)
+        if running:
+            logger.warning("interpreter exit: waiting up to %.0f s for %d operation(s)", EXIT_DEADLINE_SECONDS, len(running))
+            _, late = wait_for_futures(running, EXIT_DEADLINE_SECONDS)
+            if late:
+                logger.error("interpreter exit: %d operation(s) did not finish in time and are cancelled", len(late))
+        self._portal.start_task_soon(self._portal.stop, True)
+        self._thread.join(_CANCEL_DEADLINE_SECONDS)
+
+
+class _Holder:
+    """The process's engine, made on first use."""
+
+    def __init__(self) -> None:
+        self.engine: Engine | None = None
+        self.lock = threading.Lock()
+
+
+_holder = _Holder()
+
+
+def current_engine() -> Engine:
+    """The engine of this process, started if need be; refuses after a fork, where its thread does not exist."""
+    engine = _holder.engine
+    if engine is None:
+        with _holder.lock:
+            engine = _holder.engine
+            if engine is None:
+                engine = _holder.engine = Engine()
+    if engine.process_id != os.getpid():
+        raise UsageError(
+            "this process was forked after savestream had been used; its threads do not exist here. Start worker "
+            "processes with multiprocessing.get_context('spawn') or 'forkserver', or fork before the first save or load"
+        )
+    return engine
+
+
+def require_asyncio() -> asyncio.AbstractEventLoop:
+    """The caller's running loop; refuses trio by name."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError as error:
+        raise UsageError(
+            "savestream's async API needs a running asyncio loop. Under trio, call savestream.blocking through "
+            "trio.to_thread.run_sync; outside any loop, use savestream.blocking or asyncio.run"
+        ) from error
+
+
+async def call(function: Callable[[], Awaitable[Result]], name: str) -> Result:
+    """Run ``function`` on the engine and await it from the caller's loop.
+
+    Cancelling the caller cancels the work; the cancellation is delivered when the work has ended and cleaned up.
+    """
+    require_asyncio()
+    engine = current_engine()
+    if engine.is_current_thread:
+        return await function()
+    return await wait_future(engine.submit(function, name), cancel_on_cancel=True)
+
+
+async def wait_future(operation: Operation[Result], *, cancel_on_cancel: bool) -> Result:
+    """Await an operation's result from the caller's loop."""
+    waiter = asyncio.wrap_future(operation.future)
+    try:
+        return await asyncio.shield(waiter)
+    except asyncio.CancelledError:
+        if cancel_on_cancel and not waiter.done():
+            operation.cancel()
+            await _wait_out(waiter)
+        raise
+
+
+async def _wait_out(waiter: asyncio.Future[Result]) -> None:
+    while not waiter.done():
+        try:
+            await asyncio.wait([waiter])
+        except asyncio.CancelledError:
+            continue  # already being cancelled: the first cancellation is raised when the work has ended
+    if not waiter.cancelled():
+        waiter.exception()  # retrieved: the caller gets its cancellation

@@ -1,0 +1,103 @@
+"""Where a block's bytes come from: the state's own leaves, or what a planner makes of them; and the copy into a block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from savestream.arrays import HostArray, copy_elements
+from savestream.errors import PlanError
+from savestream.pipeline.buffers import Bytes
+from savestream.pipeline.layout import Block, Piece
+
+__all__ = ["ChunkSources", "LiveSources", "ResolvedSources", "as_plain_elements", "fill_block"]
+
+_GATHER_LEAVES = 4096
+
+
+def as_plain_elements(array: HostArray) -> HostArray:
+    """The same elements, records seen as opaque bytes: an assignment of records would leave their padding behind."""
+    if array.dtype.names is None:
+        return array
+    return array.view(np.dtype((np.void, array.dtype.itemsize)))
+
+
+class ChunkSources:
+    """Gives the elements of a chunk as an array; one object serves one thread at a time."""
+
+    def get(self, chunk: int) -> HostArray:
+        """The chunk's elements, with the dtype and shape that the plan says."""
+        raise NotImplementedError
+
+    def retain_only(self, chunk: int | None) -> None:
+        """Forget everything made for other chunks."""
+
+
+class LiveSources(ChunkSources):
+    """The leaves themselves: nothing is created, so any thread may ask for any chunk."""
+
+    def __init__(self, arrays: Sequence[HostArray]) -> None:
+        self._arrays = arrays
+
+    def get(self, chunk: int) -> HostArray:
+        return as_plain_elements(self._arrays[chunk])
+
+    def retain_only(self, chunk: int | None) -> None:
+        return
+
+
+class ResolvedSources(ChunkSources):
+    """Chunks that a planner makes on request (casts, pickles); each is made once and kept while it is being staged."""
+
+    def __init__(self, resolve: Callable[[int], HostArray]) -> None:
+        self._resolve = resolve
+        self._made: dict[int, HostArray] = {}
+
+    def get(self, chunk: int) -> HostArray:
+        if chunk not in self._made:
+            self._made[chunk] = as_plain_elements(self._resolve(chunk))
+        return self._made[chunk]
+
+    def retain_only(self, chunk: int | None) -> None:
+        kept = self._made.get(chunk) if chunk is not None else None
+        self._made.clear()
+        if chunk is not None and kept is not None:
+            self._made[chunk] = kept
+
+
+def fill_block(block: Block, order: Sequence[int], sources: ChunkSources, data: Bytes) -> None:
+    """Copy a block's bytes from their sources; gaps become zeros, so that no old memory reaches storage."""
+    end = 0
+    for piece in block.pieces:
+        if piece.position > end:
+            data[end : piece.position] = 0
+        if isinstance(piece, Piece):
+            end = piece.position + piece.stop - piece.start
+            _copy_piece(sources.get(piece.chunk), piece, data[piece.position : end])
+        else:
+            end = piece.position + piece.nbytes
+            _gather(order[piece.first : piece.last], sources, data[piece.position : end])
+    data[end : block.buffer_bytes] = 0
+
+
+def _copy_piece(source: HostArray, piece: Piece, target: Bytes) -> None:
+    itemsize = source.dtype.itemsize
+    copy_elements(source, piece.start // itemsize, piece.stop // itemsize, target.view(source.dtype))
+
+
+def _gather(chunks: Sequence[int], sources: ChunkSources, target: Bytes) -> None:
+    """Whole small chunks, one after the other: joining bytes costs a fraction of an assignment for each."""
+    position = 0
+    for start in range(0, len(chunks), _GATHER_LEAVES):
+        arrays = [sources.get(chunk) for chunk in chunks[start : start + _GATHER_LEAVES]]
+        joined = b"".join([array if array.flags.c_contiguous else np.ascontiguousarray(array) for array in arrays])
+        if position + len(joined) > len(target):
+            break
+        target[position : position + len(joined)] = np.frombuffer(joined, np.uint8)
+        position += len(joined)
+    if position != len(target):
+        raise PlanError(
+            "leaves changed their size between planning and staging; do not replace or resize arrays before the "
+            "save is staged"
+        )
