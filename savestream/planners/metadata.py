@@ -65,7 +65,9 @@ class TensorStorageMetadata(msgspec.Struct, frozen=True, gc=False):
 
 
 class BytesStorageMetadata(msgspec.Struct, frozen=True, gc=False):
-    """A stored value that is not an array."""
+    """A stored value that is not an array; ``encoding`` is that of its ``BytesIOWriteData``."""
+
+    encoding: str = "json"
 
 
 class StorageMeta(msgspec.Struct, frozen=True, gc=False):
@@ -79,11 +81,26 @@ class StorageMeta(msgspec.Struct, frozen=True, gc=False):
 class PlannerData(msgspec.Struct, frozen=True):
     """What the default planners keep beside the items.
 
-    ``tree`` is the nesting of the state; ``mappings`` leads from each leaf's ``fqn`` to its typed path.
+    Attributes
+    ----------
+    tree
+        The nesting of the state.
+    mappings
+        From each leaf's ``fqn`` to its typed path.
+    values
+        On a load: encoded values (JSON text or its tree) that are known before anything is read, by ``fqn``. They let
+        a load planner compare the insides of plain values with the target before it touches anything.
+    shardless
+        On a save: sharded arrays of which this rank holds no part.
+    fingerprint
+        On a save with plan caching: which of the rank's plans this is.
     """
 
     tree: StateTree | None = None
     mappings: Mapping[str, tuple[object, ...]] = {}
+    values: Mapping[str, object] = {}
+    shardless: tuple[str, ...] = ()
+    fingerprint: bytes | None = None
 
 
 class Metadata(msgspec.Struct, frozen=True):

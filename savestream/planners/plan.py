@@ -62,6 +62,8 @@ class WriteItem(msgspec.Struct, frozen=True, gc=False):
 
     ``alias_of`` names the item whose memory this one shares: the bytes are stored once. It is honoured only where
     both items still have the same dtype and box in the final plan.
+
+    ``replicated`` declares that other ranks may hold the same box with the same content; one of them writes it.
     """
 
     index: MetadataIndex
@@ -69,6 +71,7 @@ class WriteItem(msgspec.Struct, frozen=True, gc=False):
     bytes_io_data: BytesIOWriteData | None = None
     tensor_data: TensorWriteData | None = None
     alias_of: MetadataIndex | None = None
+    replicated: bool = False
 
     def tensor_storage_size(self) -> int | None:
         """Bytes of the whole (global) array, or None where the item holds no array."""
