@@ -78,14 +78,13 @@ class ZstdDecoder:
         """
         try:
             _check_header(frame, len(output))
-            # A source in memory and all room for the result: libzstd decodes in one pass, without a window buffer.
+            # With the whole frame and all room for its content, libzstd decodes in one pass, without a window buffer,
+            # and refuses a frame that holds more or less than it states.
             reader = self._decompressor.stream_reader(frame.data, read_across_frames=False)
             length = reader.readinto(output)
-            # A frame that holds more than it states ends here, after at most one byte.
-            excess = reader.readinto(bytearray(1))
         except zstandard.ZstdError as error:
             raise CorruptCheckpointError(f"a zstd frame is damaged: {error}") from error
-        if length != len(output) or excess:
+        if length != len(output):
             raise CorruptCheckpointError(f"a zstd frame does not decode to the expected {len(output)} bytes")
 
 

@@ -239,7 +239,17 @@ def test_every_truncation_and_extension_is_refused() -> None:
 CONTENT = b"0123456789abcdef" * 64
 SKIPPABLE = struct.pack("<II", 0x184D2A50, 4) + b"skip"
 HUGE_CLAIM = struct.pack("<IBQ", 0xFD2FB528, 0xE0, 1 << 60) + b"\x01\x00\x00"
-OVERFULL = struct.pack("<IBH", 0xFD2FB528, 0x60, 1024 - 256) + struct.pack("<I", 1 << 3 | 2048 << 3 | 3)[:3] + b"x"
+
+
+def frame_of_runs(*lengths: int) -> bytes:
+    """A frame that states 1024 bytes of content, made of run-length blocks."""
+    last = len(lengths) - 1
+    blocks = [struct.pack("<I", length << 3 | 2 | (index == last))[:3] + b"x" for index, length in enumerate(lengths)]
+    return struct.pack("<IBH", 0xFD2FB528, 0x60, 1024 - 256) + b"".join(blocks)
+
+
+def test_frame_of_runs_is_well_formed() -> None:
+    assert decode(frame_of_runs(1000, 24), ZSTD, 1, 1024) == b"x" * 1024
 
 
 @pytest.mark.parametrize(
@@ -255,7 +265,9 @@ OVERFULL = struct.pack("<IBH", 0xFD2FB528, 0x60, 1024 - 256) + struct.pack("<I",
         pytest.param(zstd(CONTENT) + SKIPPABLE, "ends at byte", id="skippable frame behind"),
         pytest.param(SKIPPABLE + zstd(CONTENT), "magic number", id="skippable frame in front"),
         pytest.param(zstd(CONTENT) + b"\0", "ends at byte", id="trailing byte"),
-        pytest.param(OVERFULL, "damaged|expected", id="holds more than it states"),
+        pytest.param(frame_of_runs(1024, 1024), "damaged", id="holds more than it states"),
+        pytest.param(frame_of_runs(1024, 1), "damaged", id="holds one byte more than it states"),
+        pytest.param(frame_of_runs(1000), "damaged", id="holds less than it states"),
         pytest.param(
             zstd(CONTENT, dict_data=zstandard.ZstdCompressionDict(CONTENT[:256] * 2)),
             "damaged",
