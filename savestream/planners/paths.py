@@ -1,18 +1,17 @@
 """Typed paths into a state, and their text.
 
 A path is a tuple of parts: a str dict key or field name as it is, :class:`Index` for a position in a sequence, any
-other dict key as it is. Its text, the *fqn*, is injective: str parts joined by ``.`` with ``.``, ``\\`` and ``[`` escaped
-by a backslash; everything else in brackets: ``[3]``, ``[int:3]``, ``[bool:true]``, ``[float:0.5]``, ``[none]``,
+other dict key as it is. Its text, the *fqn*, is injective: str parts joined by ``.``, their own ``.``, ``\\`` and ``[``
+escaped by a backslash; everything else in brackets: ``[3]``, ``[int:3]``, ``[bool:true]``, ``[float:0.5]``, ``[none]``,
 ``[bytes:6162]``, ``[str:]`` for the empty str, and ``[value:<JSON>]`` for other keys. ``]`` and ``\\`` in brackets are
 escaped by a backslash. The path () has the text "".
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import msgspec
@@ -21,18 +20,7 @@ from savestream.errors import CorruptCheckpointError, PlanError
 from savestream.planners.value_decoding import decode_value_bytes
 from savestream.planners.value_encoding import encode_value_bytes
 
-__all__ = [
-    "Index",
-    "Path",
-    "key_part",
-    "key_texts",
-    "match_keys",
-    "parse_fqn",
-    "part_suffix",
-    "path_texts",
-    "path_to_fqn",
-    "select_names",
-]
+__all__ = ["Index", "Path", "key_part", "parse_fqn", "part_suffix", "part_text", "path_to_fqn"]
 
 
 class Index(msgspec.Struct, frozen=True, gc=False, order=True):
@@ -64,10 +52,8 @@ def path_to_fqn(path: Sequence[object]) -> str:
 
 def part_suffix(part: object, *, first: bool) -> str:
     """What one part adds to the text of the path before it."""
-    if type(part) is str and part:
-        text = _SPECIAL.sub(_escape, part) if _SPECIAL.search(part) else part
-        return text if first else "." + text
-    return key_part(part)
+    text = part_text(part)
+    return text if first or not (type(part) is str and part) else "." + text
 
 
 def _escape(match: re.Match[str]) -> str:
@@ -160,58 +146,8 @@ _KEY_PARSERS: dict[str, Callable[[str], object]] = {
 }
 
 
-def match_keys(paths: Iterable[Path], keys: Iterable[str | Sequence[object]]) -> tuple[list[bool], list[str]]:
-    """Which of ``paths`` lie at or beneath one of ``keys``, and the fqn of each key that matched none.
-
-    A key is an fqn, or a tuple of raw parts in which an int also stands for a position. Whole parts are compared:
-    ``params`` matches ``params.w`` and not ``params2``.
-    """
-    alternatives = [key_texts(key) for key in keys]
-    wanted = {texts for group in alternatives for texts in group}
-    longest = max(map(len, wanted), default=0)
-    found: set[tuple[str, ...]] = set()
-    flags = []
-    for path in paths:
-        texts = path_texts(path[:longest])
-        hits = [texts[:length] for length in range(len(texts) + 1) if texts[:length] in wanted]
-        found.update(hits)
-        flags.append(bool(hits))
-    return flags, ["".join(group[0]) for group in alternatives if found.isdisjoint(group)]
-
-
-def path_texts(path: Sequence[object]) -> tuple[str, ...]:
-    """A path as texts of its parts, which compare and hash without mixing up 1, 1.0 and True."""
-    return tuple([part_suffix(part, first=not position) for position, part in enumerate(path)])
-
-
-def key_texts(key: str | Sequence[object]) -> list[tuple[str, ...]]:
-    """The texts of a selection key; several where an int may be a position or a dict key."""
-    if isinstance(key, str):
-        try:
-            return [path_texts(parse_fqn(key))]
-        except PlanError:
-            return [path_texts((key,))]  # a top-level key as it stands in the dict
-    options = [(Index(part), part) if type(part) is int and part >= 0 else (part,) for part in key]
-    return [path_texts(path) for path in itertools.product(*options)]
-
-
-def select_names(
-    names: Iterable[str] | dict[str, Path], keys: Iterable[str | Sequence[object]]
-) -> tuple[list[str], list[str]]:
-    """Select leaves by key.
-
-    Parameters
-    ----------
-    names
-        Fqns, or a mapping from fqn to typed path (which saves parsing).
-    keys
-        Fqns or tuples of raw parts; each selects the leaf of that name and all beneath it.
-
-    Returns
-    -------
-    selected, unmatched
-        The selected names in order, and the fqns of keys that matched nothing.
-    """
-    mappings = names if isinstance(names, dict) else {name: parse_fqn(name) for name in names}
-    flags, unmatched = match_keys(mappings.values(), keys)
-    return [name for name, selected in zip(mappings, flags, strict=True) if selected], unmatched
+def part_text(part: object) -> str:
+    """One part as text that compares and hashes without mixing up 1, 1.0 and True."""
+    if type(part) is str and part:
+        return _SPECIAL.sub(_escape, part) if _SPECIAL.search(part) else part
+    return key_part(part)

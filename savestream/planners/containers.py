@@ -1,0 +1,161 @@
+"""The containers that a state may be made of: how to look into them, describe them and put new content in."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+from savestream.errors import CorruptCheckpointError
+from savestream.planners.paths import Index
+from savestream.planners.recorded import (
+    RecordedDataclass,
+    RecordedTuple,
+    class_name,
+    is_dataclass_type,
+    is_namedtuple_type,
+    rebuild_dataclass,
+    rebuild_namedtuple,
+    replace_fields,
+)
+from savestream.planners.structure import MappingNode, RecordNode, SequenceNode, StateTree
+from savestream.planners.value_encoding import FACTORIES, dataclass_fields, factory_name
+
+__all__ = ["Category", "assemble", "category_of", "container_node", "container_token", "contents", "put_contents"]
+
+Category: TypeAlias = Literal["mapping", "sequence", "record"]
+
+MAPPINGS: frozenset[type] = frozenset({dict, collections.OrderedDict, collections.defaultdict, collections.Counter})
+SEQUENCES: frozenset[type] = frozenset({list, tuple, collections.deque})
+
+
+def category_of(value: object) -> Category | None:
+    """What sort of container ``value`` is, by exact class; None for everything else (sets hold no arrays)."""
+    kind = type(value)
+    if kind in MAPPINGS:
+        return "mapping"
+    if kind in SEQUENCES:
+        return "sequence"
+    if kind in (RecordedTuple, RecordedDataclass) or is_dataclass_type(kind):
+        return "record"
+    if is_namedtuple_type(kind) and not getattr(value, "__dict__", None):
+        return "record"
+    return None
+
+
+def contents(value: Any, category: Category, key: str) -> tuple[Sequence[object], Sequence[Any]]:
+    """Parts and children of a container, in order; ``key`` names it in errors."""
+    if category == "mapping":
+        return list(value), list(value.values())
+    if category == "sequence":
+        return [Index(position) for position in range(len(value))], list(value)
+    fields = record_fields(value, key)
+    return fields, field_values(value, fields)
+
+
+def record_fields(value: Any, key: str) -> Sequence[str]:
+    """The field names of a namedtuple or dataclass."""
+    if isinstance(value, RecordedDataclass):
+        return list(value)
+    return dataclass_fields(value, key) if dataclasses.is_dataclass(value) else list(value._fields)
+
+
+def field_values(value: Any, fields: Sequence[str]) -> list[Any]:
+    """The values of a namedtuple's or dataclass's fields."""
+    if isinstance(value, RecordedDataclass):
+        return list(value.values())
+    return list(value) if isinstance(value, tuple) else [getattr(value, name) for name in fields]
+
+
+def record_class(value: Any) -> str:
+    """The recorded class name of a namedtuple or dataclass."""
+    return value.type_name if isinstance(value, RecordedTuple | RecordedDataclass) else class_name(type(value))
+
+
+def container_token(value: Any, category: Category, key: str) -> str:
+    """Text that tells a container from one of another class, for the fingerprint."""
+    kind = type(value)
+    if category == "record":
+        return f"{'namedtuple' if isinstance(value, tuple) else 'dataclass'} {record_class(value)}"
+    if kind is collections.defaultdict:
+        return f"defaultdict {factory_name(value, key)}"
+    return f"deque {value.maxlen}" if kind is collections.deque else kind.__name__
+
+
+def container_node(value: Any, category: Category, children: tuple[StateTree, ...], key: str) -> StateTree:
+    """The recorded form of a container."""
+    kind = type(value)
+    if category == "mapping":
+        extra = factory_name(value, key) if kind is collections.defaultdict else None
+        return MappingNode(kind.__name__, tuple(value), children, extra)
+    if category == "sequence":
+        return SequenceNode(kind.__name__, children, value.maxlen if kind is collections.deque else None)
+    record = "namedtuple" if isinstance(value, tuple) else "dataclass"
+    return RecordNode(record, record_class(value), tuple(record_fields(value, key)), children)
+
+
+def assemble(node: MappingNode | SequenceNode | RecordNode, children: Sequence[Any], types: Mapping[str, type]) -> Any:
+    """A new container from its recorded form and its children.
+
+    Classes come from ``types`` by recorded name; without one, namedtuples and dataclasses become
+    :class:`RecordedTuple` and :class:`RecordedDataclass`.
+    """
+    if isinstance(node, MappingNode):
+        return _assemble_mapping(node, children)
+    if isinstance(node, SequenceNode):
+        if node.kind == "deque":
+            return collections.deque(children, node.max_length)
+        return tuple(children) if node.kind == "tuple" else list(children)
+    kind = types.get(node.type_name)
+    if node.kind == "namedtuple":
+        if kind is None:
+            return RecordedTuple(node.type_name, node.fields, children)
+        return rebuild_namedtuple(kind, node.fields, children)
+    if kind is None:
+        return RecordedDataclass(node.type_name, zip(node.fields, children, strict=True))
+    return rebuild_dataclass(kind, node.fields, children)
+
+
+def _assemble_mapping(node: MappingNode, children: Sequence[Any]) -> Any:
+    found: dict[Any, Any]
+    if node.kind == "OrderedDict":
+        found = collections.OrderedDict()
+    elif node.kind == "Counter":
+        found = collections.Counter()
+    elif node.kind == "defaultdict":
+        found = collections.defaultdict(None if node.extra is None else FACTORIES.get(node.extra))
+    else:
+        found = {}
+    pairs = zip(node.keys, children, strict=True)
+    try:
+        if node.kind == "Counter":
+            dict.update(found, pairs)  # Counter's own update would add
+        else:
+            found.update(pairs)
+    except TypeError as error:
+        raise CorruptCheckpointError(f"the recorded structure has a dict key that cannot be one: {error}") from error
+    return found
+
+
+def put_contents(value: Any, category: Category, changes: Mapping[Any, Any]) -> Any:
+    """Put new children into a container and return it, or its successor where the class is immutable.
+
+    ``changes`` maps dict keys, positions (int) or field names to new children; all else stays.
+    """
+    if not changes:
+        return value
+    if isinstance(value, RecordedTuple):
+        return RecordedTuple(value.type_name, value._fields, _replaced(value, value._fields, changes))
+    if isinstance(value, tuple):
+        names: Iterable[Any] = value._fields if category == "record" else range(len(value))  # type: ignore[attr-defined]
+        return tuple.__new__(type(value), _replaced(value, names, changes))
+    if category == "record" and not isinstance(value, RecordedDataclass):
+        return replace_fields(value, changes)
+    for key, child in changes.items():
+        value[key] = child
+    return value
+
+
+def _replaced(values: Iterable[Any], names: Iterable[Any], changes: Mapping[Any, Any]) -> list[Any]:
+    return [changes.get(name, value) for name, value in zip(names, values, strict=True)]

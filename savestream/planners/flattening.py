@@ -1,0 +1,229 @@
+"""One walk over a state: names, leaves, and what the fingerprint and the recorded tree need of its containers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from savestream.arrays import adapter_for
+from savestream.errors import PlanError, UnsafeObjectError
+from savestream.planners.containers import Category, category_of, container_node, container_token, contents
+from savestream.planners.paths import part_suffix
+from savestream.planners.sharding import is_sharded
+from savestream.planners.structure import LeafNode, MappingNode, StateTree
+from savestream.planners.value_encoding import MAXIMUM_DEPTH, SCALAR_TYPES, describe_type, plain_class, refusal
+
+__all__ = ["ARRAY", "SHARDED", "VALUE", "FlatState", "flatten", "flatten_top_level"]
+
+ARRAY, SHARDED, VALUE = 0, 1, 2
+_SPECIAL = re.compile(r"[.\\\[]")
+
+
+class FlatState:
+    """A state as leaves.
+
+    Attributes
+    ----------
+    names
+        Fqn of each leaf, in the order of the walk.
+    leaves
+        The leaves themselves: arrays, sharded arrays, and subtrees of plain values.
+    kinds
+        ``ARRAY``, ``SHARDED`` or ``VALUE`` for each leaf.
+    tokens
+        One text for each container that is not part of a value: class, number of children, position. With the
+        names it determines the structure.
+    """
+
+    __slots__ = ("_root", "_tree", "flattened", "kinds", "leaves", "names", "tokens")
+
+    def __init__(
+        self, root: Any, names: list[str], leaves: list[Any], kinds: bytearray, tokens: list[str], flattened: bool
+    ) -> None:
+        self._root = root
+        self._tree: StateTree | None = None
+        self.names = names
+        self.leaves = leaves
+        self.kinds = kinds
+        self.tokens = tokens
+        self.flattened = flattened
+
+    def tree(self) -> StateTree:
+        """The nesting of the state; built when first asked for."""
+        if self._tree is None:
+            if self.flattened:
+                builder = _TreeBuilder(self.names, self.leaves)
+                self._tree = builder.build(self._root)
+                builder.check_complete()
+            else:
+                self._tree = MappingNode("dict", tuple(self.names), tuple(map(LeafNode, self.names)))
+        return self._tree
+
+
+def flatten(state: Any, *, allow_pickle: bool = False) -> FlatState:
+    """Flatten a state of nested containers.
+
+    A subtree that holds plain values only is one leaf. The root is one leaf only where it is no container.
+
+    Raises
+    ------
+    UnsafeObjectError
+        A leaf cannot be stored; the message names its key.
+    PlanError
+        A container contains itself, or containers nest more than ``MAXIMUM_DEPTH`` levels deep.
+    """
+    walker = _Walker(allow_pickle)
+    category = category_of(state)
+    if category is None:
+        walker.add(state, "", 0)
+    else:
+        walker.walk(state, category, "", 0)
+    return FlatState(state, walker.names, walker.leaves, walker.kinds, walker.tokens, True)
+
+
+def flatten_top_level(state: Any, *, allow_pickle: bool = False) -> FlatState:
+    """A state whose entries are its leaves: a dict with str keys, which are the names as they stand."""
+    if type(state) is not dict or not all(type(key) is str for key in state):
+        raise PlanError(
+            f"flatten_state_dict=False needs a dict with str keys, not {describe_type(state)}; flatten the state first"
+        )
+    walker = _Walker(allow_pickle)
+    for name, leaf in state.items():
+        if category_of(leaf) is None:
+            walker.add(leaf, name, 1)
+        else:
+            walker.append(name, leaf, VALUE)  # encoding refuses arrays inside
+    return FlatState(state, walker.names, walker.leaves, walker.kinds, ["flat"], False)
+
+
+class _Walker:
+    def __init__(self, allow_pickle: bool) -> None:
+        self.names: list[str] = []
+        self.leaves: list[Any] = []
+        self.kinds = bytearray()
+        self.tokens: list[str] = []
+        self._allow_pickle = allow_pickle
+        self._arrays = 0
+        self._active: set[int] = set()
+
+    def append(self, name: str, leaf: Any, kind: int) -> None:
+        self.names.append(name)
+        self.leaves.append(leaf)
+        self.kinds.append(kind)
+
+    def walk(self, container: Any, category: Category, name: str, depth: int) -> None:
+        """Walk a container; one that turns out to hold no array becomes a value leaf."""
+        if id(container) in self._active:
+            raise PlanError(f"{name or 'the state'}: {describe_type(container)} contains itself; break the cycle")
+        if depth >= MAXIMUM_DEPTH:
+            raise PlanError(f"{name}: nested more than {MAXIMUM_DEPTH} levels deep; flatten it")
+        self._active.add(id(container))
+        mark, token_mark, arrays = len(self.names), len(self.tokens), self._arrays
+        suffixes, children = _suffixes_and_children(container, category, name)
+        names, leaves, kinds = self.names, self.leaves, self.kinds
+        for suffix, child in zip(suffixes, children, strict=True):
+            kind = type(child)
+            if kind is np.ndarray:
+                self._arrays += 1
+                names.append(name + suffix)
+                leaves.append(child)
+                kinds.append(ARRAY)
+            elif kind in SCALAR_TYPES:
+                names.append(name + suffix)
+                leaves.append(child)
+                kinds.append(VALUE)
+            else:
+                inner = category_of(child)
+                if inner is None:
+                    self.add(child, name + suffix, depth + 1)
+                else:
+                    self.walk(child, inner, name + suffix, depth + 1)
+        self._active.discard(id(container))
+        if self._arrays == arrays and depth:
+            del names[mark:], leaves[mark:], kinds[mark:], self.tokens[token_mark:]
+            self.append(name, container, VALUE)
+        else:
+            token = self._token(container, category, name)
+            self.tokens.append(f"{token} {len(suffixes)} {len(names)}")
+
+    def _token(self, container: Any, category: Category, name: str) -> str:
+        try:
+            return container_token(container, category, name)
+        except UnsafeObjectError as error:
+            if not self._allow_pickle:
+                raise
+            raise UnsafeObjectError(f"{error}; pickle cannot store it either, since it holds arrays") from None
+
+    def add(self, leaf: Any, name: str, depth: int) -> None:
+        """Add what is no container of the known classes."""
+        if is_sharded(leaf):
+            self._arrays += 1
+            self.append(name, leaf, SHARDED)
+        elif adapter_for(type(leaf)) is not None:
+            self._arrays += 1
+            self.append(name, leaf, ARRAY)
+        elif isinstance(leaf, np.ndarray):
+            raise refusal(leaf, name)
+        elif plain_class(leaf) or self._allow_pickle:
+            if depth > MAXIMUM_DEPTH:
+                raise PlanError(f"{name}: nested more than {MAXIMUM_DEPTH} levels deep; flatten it")
+            self.append(name, leaf, VALUE)
+        else:
+            raise refusal(leaf, name)
+
+
+def _suffixes_and_children(container: Any, category: Category, name: str) -> tuple[Sequence[str], Sequence[Any]]:
+    first = not name
+    if category == "mapping":
+        return _key_suffixes(container, first), container.values()
+    if category == "sequence":
+        return [f"[{position}]" for position in range(len(container))], container
+    fields, children = contents(container, category, name)
+    return [part_suffix(field, first=first) for field in fields], children
+
+
+def _key_suffixes(mapping: Any, first: bool) -> Sequence[str]:
+    """The texts that the keys add to a name. Plain str keys are checked all at once."""
+    if set(map(type, mapping)) == {str}:
+        joined = "".join(mapping)
+        if joined.isascii() and "" not in mapping and not _SPECIAL.search(joined):
+            return list(mapping) if first else ["." + key for key in mapping]
+    return [part_suffix(key, first=first) for key in mapping]
+
+
+class _TreeBuilder:
+    """Builds the tree by a second walk: whatever is the next leaf is one, everything else is a container."""
+
+    def __init__(self, names: list[str], leaves: list[Any]) -> None:
+        self._names = names
+        self._leaves = leaves
+        self._position = 0
+
+    def build(self, value: Any) -> StateTree:
+        position = self._position
+        if position < len(self._leaves) and self._leaves[position] is value:
+            self._position += 1
+            return LeafNode(self._names[position])
+        category = category_of(value)
+        if category is None:
+            raise _changed()
+        if category == "mapping":
+            children: Any = value.values()
+        elif category == "sequence":
+            children = value
+        else:
+            children = contents(value, category, "")[1]
+        return container_node(value, category, tuple([self.build(child) for child in children]), "")
+
+    def check_complete(self) -> None:
+        if self._position != len(self._leaves):
+            raise _changed()
+
+
+def _changed() -> PlanError:
+    return PlanError(
+        "the state's structure changed while it was being planned; change it only after the save is staged"
+    )

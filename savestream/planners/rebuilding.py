@@ -1,0 +1,114 @@
+"""Putting loaded leaves back: into a target, or into new containers."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from savestream.planners.containers import assemble, category_of, contents, put_contents
+from savestream.planners.paths import Index, Path, part_text
+from savestream.planners.recorded import RecordedEnum, class_name, index_types, rebuild_enum
+from savestream.planners.structure import LeafNode, StateTree
+from savestream.planners.trees import node_parts
+
+__all__ = ["merge_value", "pick", "rebuild_from_tree", "rebuild_into", "replace_at"]
+
+
+def rebuild_from_tree(tree: StateTree, leaves: Mapping[str, Any], *, types: Sequence[type] = ()) -> Any:
+    """New containers as recorded, with ``leaves`` (by fqn) in them.
+
+    Namedtuples and dataclasses are rebuilt where ``types`` has their class, and are ``RecordedTuple`` and
+    ``RecordedDataclass`` elsewhere.
+    """
+    known = index_types(types)
+
+    def build(node: StateTree) -> Any:
+        if type(node) is LeafNode:
+            return leaves[node.fqn]
+        children = [build(child) for child in node.children]  # type: ignore[union-attr]
+        return assemble(node, children, known)  # type: ignore[arg-type]
+
+    return build(tree)
+
+
+def rebuild_into(target: Any, tree: StateTree, leaves: Mapping[str, Any]) -> Any:
+    """Put ``leaves`` (by fqn) into ``target`` and return it.
+
+    Dicts, lists, deques and unfrozen dataclasses are changed in place; tuples, namedtuples and frozen dataclasses are
+    made anew by the target's own class where one of their elements changed. Places without a leaf are left alone.
+    """
+    if isinstance(tree, LeafNode):
+        return leaves.get(tree.fqn, target)
+    category = category_of(target)
+    if category is None:
+        return target
+    parts, children = contents(target, category, "")
+    places = {part_text(part): (part, child) for part, child in zip(parts, children, strict=True)}
+    changes: dict[Any, Any] = {}
+    for part, node in zip(node_parts(tree), tree.children, strict=True):
+        place = places.get(part_text(part))
+        if place is None:
+            continue
+        own, child = place
+        rebuilt = leaves.get(node.fqn, child) if type(node) is LeafNode else rebuild_into(child, node, leaves)
+        if rebuilt is not child:
+            changes[_subscript(own)] = rebuilt
+    return put_contents(target, category, changes)
+
+
+def merge_value(target: Any, saved: Any) -> Any:
+    """A saved plain value in the target's containers.
+
+    Containers keep the target's class and identity. Entries that only the target has stay; entries that only
+    the saved value has are ignored. Where nothing can be matched, the saved value itself is the result.
+    """
+    if isinstance(saved, RecordedEnum) and isinstance(target, enum.Enum):
+        same = class_name(type(target)) == saved.type_name
+        return rebuild_enum(type(target), saved.name, saved.value) if same else saved
+    category = category_of(target)
+    if category is None or category != category_of(saved):
+        return saved
+    parts, children = contents(saved, category, "")
+    values = {part_text(part): child for part, child in zip(parts, children, strict=True)}
+    changes: dict[Any, Any] = {}
+    for own, child in zip(*contents(target, category, ""), strict=True):
+        if (text := part_text(own)) in values:
+            merged = merge_value(child, values[text])
+            if merged is not child:
+                changes[_subscript(own)] = merged
+    return put_contents(target, category, changes)
+
+
+def pick(value: Any, path: Path) -> Any:
+    """The element of a plain value at ``path``; ``LookupError`` where there is none."""
+    for part in path:
+        category = category_of(value)
+        if category is None:
+            raise LookupError(part)
+        wanted = partpart_text(part)
+        matches = [
+            child for own, child in zip(*contents(value, category, ""), strict=True) if partpart_text(own) == wanted
+        ]
+        if not matches:
+            raise LookupError(part)
+        value = matches[0]
+    return value
+
+
+def replace_at(target: Any, path: Path, value: Any) -> Any:
+    """``target`` with the element at ``path`` replaced; immutable containers on the way are made anew."""
+    if not path:
+        return merge_value(target, value)
+    category = category_of(target)
+    if category is not None:
+        for own, child in zip(*contents(target, category, ""), strict=True):
+            if partpart_text(own) == partpart_text(path[0]):
+                replaced = replace_at(child, path[1:], value)
+                changes = {} if replaced is child else {_subscript(own): replaced}
+                return put_contents(target, category, changes)
+    raise LookupError(path[0])
+
+
+def _subscript(part: object) -> Any:
+    return part.position if isinstance(part, Index) else part
