@@ -65,9 +65,9 @@ def narrow(array: Any, offsets: Sequence[int], lengths: Sequence[int]) -> Any:
 class BoxJoin:
     """Finds the intersecting pairs between two sets of boxes by dividing space.
 
-    Each step cuts at a median edge, along the dimension that separates best; boxes that cross the cut go to both sides,
-    and a pair is reported by the side where its common box begins. For boxes that do not overlap within their set this takes
-    near ``n log n`` tests, plus the pairs found.
+    Each step cuts at a median edge, along the dimension that separates best; boxes that cross the cut go to both
+    sides, and a pair is reported by the side where its common box begins. For boxes that do not overlap within their
+    set this takes near ``n log n`` tests, plus the pairs found.
 
     Parameters
     ----------
@@ -108,9 +108,9 @@ class BoxJoin:
             stops = np.concatenate([self._first[1][rows, dimension], self._second[1][columns, dimension]])
             for edges in (starts, stops):
                 cut = np.partition(edges, len(edges) // 2)[len(edges) // 2]
-                left, right = np.count_nonzero(starts < cut), np.count_nonzero(stops > cut)
+                left, right = int(np.count_nonzero(starts < cut)), int(np.count_nonzero(stops > cut))
                 if max(left, right) < best and left and right:
-                    best, halves = max(left, right), (dimension, cut)
+                    best, halves = float(max(left, right)), (dimension, cut)
         if halves is None:
             return None
         dimension, cut = halves
@@ -128,10 +128,7 @@ class BoxJoin:
     def _test(self, rows: Integers, columns: Integers, low: Integers) -> bool:
         """Compare all pairs, in blocks; False to stop."""
         step = max(1, _BLOCK_PAIRS // len(columns))
-        for begin in range(0, len(rows), step):
-            if not self._test_block(rows[begin : begin + step], columns, low):
-                return False
-        return True
+        return all(self._test_block(rows[at : at + step], columns, low) for at in range(0, len(rows), step))
 
     def _test_block(self, rows: Integers, columns: Integers, low: Integers) -> bool:
         self.tests += len(rows) * len(columns)

@@ -86,10 +86,8 @@ def pick(value: Any, path: Path) -> Any:
         category = category_of(value)
         if category is None:
             raise LookupError(part)
-        wanted = partpart_text(part)
-        matches = [
-            child for own, child in zip(*contents(value, category, ""), strict=True) if partpart_text(own) == wanted
-        ]
+        wanted = part_text(part)
+        matches = [child for own, child in zip(*contents(value, category, ""), strict=True) if part_text(own) == wanted]
         if not matches:
             raise LookupError(part)
         value = matches[0]
@@ -103,7 +101,7 @@ def replace_at(target: Any, path: Path, value: Any) -> Any:
     category = category_of(target)
     if category is not None:
         for own, child in zip(*contents(target, category, ""), strict=True):
-            if partpart_text(own) == partpart_text(path[0]):
+            if part_text(own) == part_text(path[0]):
                 replaced = replace_at(child, path[1:], value)
                 changes = {} if replaced is child else {_subscript(own): replaced}
                 return put_contents(target, category, changes)
