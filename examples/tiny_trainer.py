@@ -87,6 +87,8 @@ async def train(arguments: argparse.Namespace) -> State:
             saving = await savestream.start_save(
                 state,
                 f"{arguments.root}/step-{step:012d}",
+                step=step,
+                metrics={"loss": loss},
                 options=options,
                 observer=functools.partial(report_commit, step),
             )  # from here on the state may change

@@ -16,23 +16,24 @@ from sources import executed_on_import, imports, modules
 PUBLIC = "savestream"
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
+    "version": set(),
     "arrays": {"errors"},
     "events": {"errors"},
     "threads": {"errors"},
     "planners": {"errors", "arrays", "events"},
     "storage_backends": {"errors", "events", "threads"},
-    "pipeline": {"errors", "arrays", "events", "threads", "planners", "storage_backends"},
+    "pipeline": {"errors", "version", "arrays", "events", "threads", "planners", "storage_backends"},
     "blocking": {PUBLIC},
     "integrations": {PUBLIC},
     "cli": {PUBLIC},
     "__main__": {"cli"},
 }
-ALLOWED[PUBLIC] = {"errors", "arrays", "events", "planners", "storage_backends", "pipeline"}
+ALLOWED[PUBLIC] = {"errors", "version", "arrays", "events", "planners", "storage_backends", "pipeline"}
 
 FRAMEWORKS = {"torch", "jax", "jaxlib", "flax", "lightning", "pytorch_lightning", "transformers", "tensorflow", "cupy"}
 OPTIONAL = FRAMEWORKS | {"rich", "typer", "obstore"}
 # Planners are pure: they neither wait nor touch storage.
-IMPURE = {"asyncio", "anyio", "aiofiles", "concurrent", "socket", "subprocess", "shutil", "tempfile", "io", "mmap"}
+IMPURE = {"asyncio", "anyio", "aiofiles", "concurrent", "socket", "subprocess", "shutil", "tempfile", "mmap"}
 
 
 def unit_of(module: str) -> str:
