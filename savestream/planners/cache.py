@@ -1,0 +1,161 @@
+"""Plans kept for states that have not changed, and the fingerprint that tells."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+import xxhash
+
+from savestream.arrays import array_info
+from savestream.errors import PlanError
+from savestream.planners.aliasing import alias_partition
+from savestream.planners.flattening import VALUE, FlatState
+from savestream.planners.recorded import class_name
+from savestream.planners.sharding import shard_chunks, shard_dtype
+
+__all__ = ["CacheStatistics", "PlanCache", "fingerprint"]
+
+_PIECE_BYTES = 1 << 16  # xxhash keeps the GIL up to here; a release beside a busy thread costs milliseconds
+
+
+class CacheStatistics(msgspec.Struct, frozen=True):
+    """How often a cache was asked and knew, and how much it holds."""
+
+    hits: int
+    misses: int
+    entries: int
+
+
+class PlanCache:
+    """Finished plans by fingerprint; the least recently used one is forgotten first.
+
+    An object of its own, owned by a manager or passed to each save: two planners or models never share plans by accident.
+    May be used from several threads.
+
+    Parameters
+    ----------
+    max_entries
+        Plans to keep.
+    """
+
+    def __init__(self, max_entries: int = 4) -> None:
+        if isinstance(max_entries, bool) or not isinstance(max_entries, int) or max_entries < 1:
+            raise PlanError(f"max_entries={max_entries!r}: must be an integer of at least 1")
+        self._max_entries = max_entries
+        self._entries: OrderedDict[bytes, Any] = OrderedDict()
+        self._lock = threading.Lock()
+        self._hits = 0
+        self._misses = 0
+
+    def get(self, fingerprint: bytes) -> Any:
+        """What was put under this fingerprint, or None."""
+        with self._lock:
+            try:
+                self._entries.move_to_end(fingerprint)
+            except KeyError:
+                self._misses += 1
+                return None
+            self._hits += 1
+            return self._entries[fingerprint]
+
+    def put(self, fingerprint: bytes, value: object) -> None:
+        """Keep a plan. Call this only after the save that used it was committed."""
+        with self._lock:
+            self._entries[fingerprint] = value
+            self._entries.move_to_end(fingerprint)
+            while len(self._entries) > self._max_entries:
+                self._entries.popitem(last=False)
+
+    def clear(self) -> None:
+        """Forget all plans."""
+        with self._lock:
+            self._entries.clear()
+
+    def statistics(self) -> CacheStatistics:
+        """Hits and misses so far, and entries now."""
+        with self._lock:
+            return CacheStatistics(self._hits, self._misses, len(self._entries))
+
+
+def fingerprint(flat: FlatState, opaque_lengths: Mapping[str, tuple[str, int]], *extra: bytes) -> bytes:
+    """XXH3-128 over everything of a state that its plan depends on.
+
+    Names (which are the typed paths), container classes, type, dtype, shape, strides and boxes of each leaf, the
+    alias partition, and the encodings and lengths of opaque values. Contents, addresses and the lengths of inline
+    values do not count, nor does anything that differs between processes.
+
+    Parameters
+    ----------
+    flat
+        The flattened state.
+    opaque_lengths
+        Encoding and length in bytes of each value that is not stored inline, by name.
+    extra
+        Whatever else the plan depends on: planner, options, rank, world size, format version.
+
+    Returns
+    -------
+    bytes
+        16 bytes.
+    """
+    digest = xxhash.xxh3_128()
+    names = "\n".join(flat.names).encode()
+    lengths = np.fromiter(map(len, flat.names), np.uint32, len(flat.names))
+    codes, table = _signatures(flat)
+    aliases = np.array(list(alias_partition(flat).items()), np.uint64).tobytes()
+    opaque = msgspec.json.encode(sorted((name, *entry) for name, entry in opaque_lengths.items()))
+    tokens = msgspec.json.encode(flat.tokens)
+    for part in (names, lengths.tobytes(), codes, table, tokens, bytes(flat.kinds), aliases, opaque, *extra):
+        _update(digest, len(part).to_bytes(8, "little"))
+        _update(digest, part)
+    return digest.digest()
+
+
+def _update(digest: Any, data: bytes) -> None:
+    view = memoryview(data)
+    for offset in range(0, len(view), _PIECE_BYTES):
+        digest.update(view[offset : offset + _PIECE_BYTES])
+
+
+def _signatures(flat: FlatState) -> tuple[bytes, bytes]:
+    """The kind of each leaf as a number, and the table of kinds in order of appearance."""
+    table: dict[Any, int] = {}
+    number = table.setdefault
+    if set(map(type, flat.leaves)) == {np.ndarray}:
+        codes = [number((leaf.dtype, leaf.shape, leaf.strides), len(table)) for leaf in flat.leaves]
+    else:
+        codes = [number(signature, len(table)) for signature in _each_signature(flat)]
+    rows = "\n".join([repr(key) for key in table])
+    return np.array(codes, np.uint32).tobytes(), rows.encode()
+
+
+def _each_signature(flat: FlatState) -> Iterable[Any]:
+    for leaf, kind, name in zip(flat.leaves, flat.kinds, flat.names, strict=True):
+        if type(leaf) is np.ndarray:
+            yield leaf.dtype, leaf.shape, leaf.strides
+        elif kind == VALUE:
+            yield None
+        elif hasattr(leaf, "global_shape"):
+            shape, chunks = shard_chunks(leaf, name)
+            boxes = tuple([(chunk.offsets, chunk.sizes) for chunk in chunks])
+            yield (
+                class_name(type(leaf)),
+                shard_dtype(leaf, name),
+                shape,
+                boxes,
+                bool(getattr(leaf, "replicated", False)),
+            )
+        else:
+            info = array_info(leaf, name)
+            yield (
+                class_name(type(leaf)),
+                info.dtype,
+                info.shape,
+                info.strides,
+                bool(getattr(leaf, "requires_grad", False)),
+            )

@@ -1,0 +1,145 @@
+"""Checks that a global plan stores every element of every array exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from savestream.errors import PlanError
+from savestream.planners.geometry import in_bounds, overlapping_pairs, volume
+from savestream.planners.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    Shape,
+    TensorStorageMetadata,
+)
+from savestream.planners.plan import SavePlan, WriteItem
+
+__all__ = ["check_chunks", "check_global_plan", "validate_global_plan"]
+
+_MAXIMUM_MESSAGE_LENGTH = 2000
+_LARGEST_SIZE = 1 << 62
+
+
+def check_global_plan(plans: Sequence[SavePlan], metadata: Metadata) -> None:
+    """Raise PlanError unless :func:`validate_global_plan` finds nothing."""
+    errors = validate_global_plan(plans, metadata)
+    if errors:
+        text = "; ".join(errors)
+        if len(text) > _MAXIMUM_MESSAGE_LENGTH:
+            text = f"{text[:_MAXIMUM_MESSAGE_LENGTH]}... ({len(errors)} in all)"
+        raise PlanError(f"the plan is invalid, nothing has been written: {text}")
+
+
+def validate_global_plan(plans: Sequence[SavePlan], metadata: Metadata) -> list[str]:
+    """What is wrong with a global plan.
+
+    Whatever the number of plans: every chunk lies in its array, no two overlap, together they cover it; every item is
+    planned once, by one rank, with the dtype and size that the metadata names. Zero-dimensional and empty arrays are no
+    exception: an empty array has one empty chunk or none. Empty chunks of other arrays are ignored.
+
+    Returns
+    -------
+    list of str
+        One message for each fault, with key, boxes and ranks.
+    """
+    holders: dict[str, list[tuple[int, WriteItem]]] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            holders.setdefault(item.index.fqn, []).append((rank, item))
+    errors: list[str] = []
+    for name, entry in metadata.state_dict_metadata.items():
+        held = holders.pop(name, [])
+        if isinstance(entry, BytesStorageMetadata):
+            errors += _check_value(name, held)
+        else:
+            errors += _check_tensor(name, entry, held)
+    errors += [f"{name}: planned by {_ranks(held)}, but not in the metadata" for name, held in holders.items()]
+    return errors
+
+
+def _check_value(name: str, held: Sequence[tuple[int, WriteItem]]) -> list[str]:
+    if any(item.tensor_data is not None for _, item in held):
+        return [f"{name}: planned as an array and as a value, by {_ranks(held)}"]
+    return [f"{name}: planned {len(held)} times, by {_ranks(held)}"] if len(held) > 1 else []
+
+
+def _check_tensor(name: str, entry: TensorStorageMetadata, held: Sequence[tuple[int, WriteItem]]) -> list[str]:
+    errors = []
+    ranks: dict[tuple[Shape, Shape], list[int]] = {}
+    for rank, item in held:
+        data = item.tensor_data
+        if data is None:
+            return [f"{name}: planned as an array and as a value, by {_ranks(held)}"]
+        if data.size != entry.size or data.properties != entry.properties:
+            errors.append(
+                f"{name}: rank {rank} plans {data.properties.dtype}{list(data.size)}, another rank "
+                f"{entry.properties.dtype}{list(entry.size)}"
+            )
+        ranks.setdefault((data.chunk.offsets, data.chunk.sizes), []).append(rank)
+    if errors:
+        return errors
+    planned = [item.tensor_data.chunk for _, item in held if item.tensor_data is not None]
+    if len(planned) != len(entry.chunks) and sorted(map(_box, planned)) != sorted(map(_box, entry.chunks)):
+        errors.append(f"{name}: the plans hold {len(planned)} chunks, the metadata {len(entry.chunks)}")
+    return errors + check_chunks(name, entry.size, planned if held else entry.chunks, ranks)
+
+
+def _box(chunk: ChunkStorageMetadata) -> tuple[Shape, Shape]:
+    return (chunk.offsets, chunk.sizes)
+
+
+def check_chunks(
+    name: str,
+    size: Shape,
+    chunks: Sequence[ChunkStorageMetadata],
+    ranks: Mapping[tuple[Shape, Shape], Sequence[int]] | None = None,
+) -> list[str]:
+    """What is wrong with the chunks of one array: out of bounds, overlapping, or leaving elements out.
+
+    Parameters
+    ----------
+    name, size
+        Key and global shape of the array.
+    chunks
+        Its boxes; empty ones hold nothing and are only checked for bounds.
+    ranks
+        Who holds each box ``(offsets, sizes)``, for messages.
+    """
+    if len(chunks) == 1 and chunks[0].sizes == size and not any(chunks[0].offsets) and min(size, default=0) >= 0:
+        if len(chunks[0].offsets) == len(size):
+            return []
+    if any(not 0 <= dimension < _LARGEST_SIZE for dimension in size):
+        return [f"{name}: the shape {size} is impossible"]
+
+    def show(chunk: ChunkStorageMetadata) -> str:
+        held = ranks.get(_box(chunk)) if ranks else None
+        owners = f" of rank {', '.join(map(str, sorted(set(held))))}" if held else ""
+        return f"box at {chunk.offsets} of sizes {chunk.sizes}{owners}"
+
+    outside = [chunk for chunk in chunks if not in_bounds(chunk, size)]
+    if outside:
+        return [f"{name}: {show(chunk)} is out of bounds of {size}" for chunk in outside]
+    full = [chunk for chunk in chunks if volume(chunk.sizes)]
+    total = volume(size)
+    errors = []
+    if not total and len(chunks) > 1:
+        errors.append(f"{name}: an empty array has {len(chunks)} chunks; one is enough")
+    clashes = _clashes(full)
+    for first, second in clashes:
+        cure = "; declare identical boxes with replicated=True" if _box(full[first]) == _box(full[second]) else ""
+        errors.append(f"{name}: overlapping boxes: {show(full[first])} and {show(full[second])}{cure}")
+    covered = sum(volume(chunk.sizes) for chunk in full)
+    if not clashes and covered != total:
+        errors.append(f"{name}: {total - covered} of {total} elements of shape {size} are in no box (a hole)")
+    return errors
+
+
+def _clashes(chunks: Sequence[ChunkStorageMetadata]) -> list[tuple[int, int]]:
+    if len(chunks) > 1 and not chunks[0].offsets:
+        return [(0, 1)]  # two chunks of a zero-dimensional array
+    return overlapping_pairs(chunks)
+
+
+def _ranks(held: Sequence[tuple[int, WriteItem]]) -> str:
+    return "rank " + ", ".join(str(rank) for rank in sorted({rank for rank, _ in held}))
