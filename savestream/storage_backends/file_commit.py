@@ -37,6 +37,8 @@ class FileCommitter:
         self.links_refused = False
         self._tree = tree
         self._warn_lock = threading.Lock()
+        # For threads of this process where directories cannot be locked.
+        self._exchange_lock = threading.Lock()
 
     async def put(self, parts: Parts, data: bytes) -> None:
         """Write a file under a private name and move it into place: readers find the old or the new one, whole."""
@@ -92,7 +94,7 @@ class FileCommitter:
         self, source: Directory, directory: Directory, parts: Parts, data: bytes, scratch: Parts
     ) -> None:
         self._warn_about_links()
-        with directory.locked():
+        with self._exchange_lock, directory.locked():
             found = self._find(directory, parts, data)
             if found == "other":
                 raise self._exists(parts)
@@ -105,7 +107,7 @@ class FileCommitter:
         def replace_in(directory: Directory) -> None:
             if scratch[: len(parts) - 1] != parts[:-1]:
                 self._tree.sync_chain(parts[:-1])
-            with self._tree.existing(scratch[:-1]) as source, directory.locked():
+            with self._tree.existing(scratch[:-1]) as source, self._exchange_lock, directory.locked():
                 self._check_etag(directory, parts, expected_etag)
                 self._move(source, directory, parts, data, scratch, replace=True)
             self._sync_published(directory, parts)

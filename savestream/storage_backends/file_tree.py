@@ -63,7 +63,8 @@ class FileTree:
     def in_made_directory(self, parts: Parts, action: Callable[[Directory], Result]) -> Result:
         """Run ``action`` in a directory that is made, durably, where it is missing.
 
-        ``action`` runs again where a concurrent cleanup removed the directory under its hands (``ENOENT``).
+        ``action`` runs again where a concurrent cleanup removed the directory under its hands (``ENOENT``). On any
+        other failure directories that were made and are empty go again.
         """
         for attempt in range(ATTEMPTS):
             try:
@@ -72,6 +73,10 @@ class FileTree:
             except FileNotFoundError:
                 if attempt == ATTEMPTS - 1:
                     raise
+            except OSError:
+                with contextlib.suppress(OSError):  # the error at hand is the one to report
+                    self.prune(parts, only_made_here=True)
+                raise
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     def sync_chain(self, parts: Parts) -> None:
@@ -92,7 +97,7 @@ class FileTree:
             directory = parts[:depth]
             with self._made_lock:
                 if only_made_here and directory not in self._made:
-                    return
+                    continue  # if it is there, its parent will not be empty
             try:
                 self._remove_directory(directory)
             except OSError as error:
