@@ -16,9 +16,9 @@ __all__ = ["alias_partition"]
 def alias_partition(flat: FlatState) -> dict[int, int]:
     """For each array leaf that repeats an earlier one: its position and that of the first.
 
-    Two leaves are the same where address, dtype, shape and strides are equal and there is at least one byte. Reading an
-    address costs far more than everything else here, so only leaves that can be aliases are asked for theirs: arrays that
-    own their memory are told apart by identity.
+    Two leaves are the same where address, dtype, shape and strides are equal and there is at least one byte. Reading
+    an address costs far more than everything else here, so only leaves that can be aliases are asked for theirs:
+    arrays that own their memory are told apart by identity.
     """
     arrays = [leaf for leaf in flat.leaves if type(leaf) is np.ndarray]
     simple = len(arrays) + flat.kinds.count(2) == len(flat.leaves)

@@ -34,7 +34,7 @@ class CacheStatistics(msgspec.Struct, frozen=True):
 class PlanCache:
     """Finished plans by fingerprint; the least recently used one is forgotten first.
 
-    An object of its own, owned by a manager or passed to each save: two planners or models never share plans by accident.
+    An object of its own, owned by a manager or passed to each save: no two planners or models share plans by accident.
     May be used from several threads.
 
     Parameters

@@ -51,6 +51,11 @@ class FlatState:
         self.tokens = tokens
         self.flattened = flattened
 
+    def replace_leaf(self, position: int, leaf: Any) -> None:
+        """Plan another object in place of a leaf; the recorded tree stays that of the state."""
+        self.tree()
+        self.leaves[position] = leaf
+
     def tree(self) -> StateTree:
         """The nesting of the state; built when first asked for."""
         if self._tree is None:

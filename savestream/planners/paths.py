@@ -9,9 +9,10 @@ escaped by a backslash. The path () has the text "".
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 import msgspec

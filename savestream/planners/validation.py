@@ -106,9 +106,13 @@ def check_chunks(
     ranks
         Who holds each box ``(offsets, sizes)``, for messages.
     """
-    if len(chunks) == 1 and chunks[0].sizes == size and not any(chunks[0].offsets) and min(size, default=0) >= 0:
-        if len(chunks[0].offsets) == len(size):
-            return []
+    if (
+        len(chunks) == 1
+        and chunks[0].sizes == size
+        and chunks[0].offsets == (0,) * len(size)
+        and min(size, default=0) >= 0
+    ):
+        return []
     if any(not 0 <= dimension < _LARGEST_SIZE for dimension in size):
         return [f"{name}: the shape {size} is impossible"]
 
