@@ -25,8 +25,8 @@ class DeltaPlans:
     """What one planner remembers of committed saves.
 
     A rank whose local plan is that of a committed save sends an unusable plan that carries only the fingerprint; the
-    coordinator answers with one where the final plan is unchanged too. Everything learnt during a save is kept aside until
-    :meth:`commit`, so a failed validation or save changes nothing.
+    coordinator answers with one where the final plan is unchanged too. Everything learnt during a save is kept aside
+    until :meth:`commit`, so a failed validation or save changes nothing.
     """
 
     def __init__(self, max_entries: int = 4) -> None:
@@ -101,8 +101,8 @@ class DeltaPlans:
         known = self._ranks[rank].get(_fingerprint(plan) or b"")
         if not isinstance(known, _RankPlans):
             raise PlanError(
-                f"rank {rank} refers to a plan of an earlier save that the coordinator does not know; give every rank a "
-                "new planner, or keep all ranks' planners for the same saves"
+                f"rank {rank} refers to a plan of an earlier save that the coordinator does not know; give every rank "
+                "a new planner, or keep all ranks' planners for the same saves"
             )
         return known
 

@@ -12,7 +12,7 @@ from savestream.planners.recorded import RecordedEnum, class_name, index_types, 
 from savestream.planners.structure import LeafNode, StateTree
 from savestream.planners.trees import node_parts
 
-__all__ = ["merge_value", "pick", "rebuild_from_tree", "rebuild_into", "replace_at"]
+__all__ = ["merge_value", "nest_picked", "pick", "rebuild_from_tree", "rebuild_into", "replace_at"]
 
 
 def rebuild_from_tree(tree: StateTree, leaves: Mapping[str, Any], *, types: Sequence[type] = ()) -> Any:
@@ -110,3 +110,14 @@ def replace_at(target: Any, path: Path, value: Any) -> Any:
 
 def _subscript(part: object) -> Any:
     return part.position if isinstance(part, Index) else part
+
+
+def nest_picked(value: Any, paths: Sequence[Path]) -> Any:
+    """The elements of a plain value at some paths, as nested dicts that keep only these."""
+    picked: dict[Any, Any] = {}
+    for path in paths:
+        inner = picked
+        for part in path[:-1]:
+            inner = inner.setdefault(_subscript(part), {})
+        inner[_subscript(path[-1])] = pick(value, path)
+    return picked

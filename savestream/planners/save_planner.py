@@ -131,9 +131,11 @@ class DefaultSavePlanner(SavePlanner):
     def plan_fingerprint(self) -> bytes | None:
         """16 bytes that change whenever the plan would; None for a subclass that changes planning.
 
-        A subclass that overrides a planning or transform method is cached only if it overrides this too.
+        A subclass that overrides a planning or transform method is cached only if it overrides this too; it then
+        extends what this returns by whatever its own methods depend on.
         """
-        if any(getattr(type(self), name) is not getattr(DefaultSavePlanner, name) for name in _PLANNING_METHODS):
+        covered = _definer(type(self), "plan_fingerprint")
+        if any(_definer(type(self), name) < covered for name in _PLANNING_METHODS):
             return None
         if self._fingerprint is None:
             self._fingerprint = self._compute_fingerprint()
@@ -240,7 +242,7 @@ class DefaultSavePlanner(SavePlanner):
     def resolve_data(self, write_item: WriteItem) -> Any:
         """The item's data: an array of exactly its box, or ``io.BytesIO``."""
         data = write_item.tensor_data
-        if data is not None and 0 in data.chunk.sizes:
+        if data is not None and write_item.type is WriteItemType.SHARD and 0 in data.size:
             return np.empty(data.chunk.sizes, dtype_from_name(data.properties.dtype))
         return self.transform_object(write_item, self.lookup_object(write_item.index))
 
@@ -268,3 +270,8 @@ class DefaultSavePlanner(SavePlanner):
             self.capture_values()
         assert self._values is not None  # noqa: S101 - for the type checker
         return self._values
+
+
+def _definer(kind: type, name: str) -> int:
+    """How far up the classes of ``kind`` a method is defined."""
+    return next(distance for distance, base in enumerate(kind.__mro__) if name in vars(base))

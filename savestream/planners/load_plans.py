@@ -1,0 +1,83 @@
+"""The default plans of a load: which boxes of stored chunks fill which boxes of the target."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from savestream.errors import CorruptCheckpointError
+from savestream.planners.geometry import match_boxes
+from savestream.planners.metadata import ChunkStorageMetadata, MetadataIndex, Shape, TensorStorageMetadata
+from savestream.planners.plan import LoadItemType, LoadPlan, ReadItem
+from savestream.planners.validation import check_chunks
+
+__all__ = ["create_default_global_load_plan", "create_read_items", "same_storage", "value_read_item"]
+
+
+def create_read_items(
+    name: str, entry: TensorStorageMetadata, wanted: Sequence[ChunkStorageMetadata]
+) -> list[ReadItem]:
+    """The reads that fill the boxes ``wanted`` of one array from its stored chunks.
+
+    Every element of every wanted box is read exactly once; empty boxes need no read.
+
+    Raises
+    ------
+    CorruptCheckpointError
+        The stored chunks overlap or leave elements out.
+    """
+    chunks = entry.chunks
+    if len(chunks) == 1 and len(wanted) == 1 and chunks[0] == wanted[0] and chunks[0].sizes == entry.size:
+        if 0 in entry.size:
+            return []
+        box = chunks[0]
+        index = MetadataIndex(name, box.offsets, 0)
+        return [ReadItem(LoadItemType.TENSOR, index, box.offsets, index, box.offsets, box.sizes)]
+    faults = check_chunks(name, entry.size, chunks)
+    if faults:
+        raise CorruptCheckpointError(f"the checkpoint does not hold all of {name}: {faults[0]}", faults)
+    return [
+        ReadItem(
+            LoadItemType.TENSOR,
+            MetadataIndex(name, wanted[target].offsets, target),
+            _minus(offsets, wanted[target].offsets),
+            MetadataIndex(name, chunks[stored].offsets, stored),
+            _minus(offsets, chunks[stored].offsets),
+            sizes,
+        )
+        for stored, target, offsets, sizes in match_boxes(chunks, wanted)
+    ]
+
+
+def _minus(first: Shape, second: Shape) -> Shape:
+    return tuple([a - b for a, b in zip(first, second, strict=True)])
+
+
+def value_read_item(name: str) -> ReadItem:
+    """The read of a plain value."""
+    index = MetadataIndex(name)
+    return ReadItem(LoadItemType.BYTE_IO, index, (), index, (), ())
+
+
+def same_storage(first: str, second: str, entries: Mapping[str, object], storage_data: object) -> bool:
+    """Whether two arrays of a checkpoint are the same stored chunks, by what the pipeline says of their places."""
+    one, other = entries[first], entries[second]
+    if not isinstance(one, TensorStorageMetadata) or not isinstance(other, TensorStorageMetadata):
+        return False
+    if (
+        one.size != other.size
+        or one.properties.dtype != other.properties.dtype
+        or list(one.chunks) != list(other.chunks)
+    ):
+        return False
+    if not isinstance(storage_data, Mapping):
+        return False
+    for chunk in one.chunks:
+        place = storage_data.get(MetadataIndex(first, chunk.offsets))
+        if place is None or place != storage_data.get(MetadataIndex(second, chunk.offsets)):
+            return False
+    return True
+
+
+def create_default_global_load_plan(all_plans: list[LoadPlan]) -> list[LoadPlan]:
+    """Each rank reads what it planned."""
+    return all_plans
