@@ -11,7 +11,8 @@ import re
 
 import msgspec
 
-from savestream.errors import CorruptCheckpointError, UnsupportedFormatError
+from savestream.errors import UnsupportedFormatError
+from savestream.pipeline.limits import FormatViolation
 
 __all__ = [
     "FORMAT_VERSION",
@@ -50,24 +51,30 @@ def head_text(name: str, version: tuple[int, int] = FORMAT_VERSION, requires: tu
     return f'{{"format":"{name}","version":[{version[0]},{version[1]}],"requires":[{features}]'
 
 
-def read_head(data: bytes, name: str, what: str) -> FormatHead:
+def read_head(data: bytes, name: str) -> FormatHead:
     """Read the head of ``data``, of which the first 8 KiB suffice.
 
     Raises
     ------
-    CorruptCheckpointError
-        ``what`` is nothing of the format ``name``.
+    FormatViolation
+        It is nothing of the format ``name``.
     """
     match = _HEAD.match(data)
     if match is None or match["format"].decode() != name:
-        raise CorruptCheckpointError(f"{what}: not a savestream file, it begins with {bytes(data[:24])!r}")
+        raise FormatViolation(f"not a savestream file, it begins with {bytes(data[:24])!r}")
     requires = tuple(json.loads(b"[" + match["requires"] + b"]"))
     return FormatHead(name, (int(match["major"]), int(match["minor"])), requires)
 
 
 def check_head(data: bytes, name: str, what: str) -> FormatHead:
-    """Like :func:`read_head`, and refuse what this savestream cannot read (:class:`UnsupportedFormatError`)."""
-    head = read_head(data, name, what)
+    """Like :func:`read_head`, and refuse what this savestream cannot read.
+
+    Raises
+    ------
+    UnsupportedFormatError
+        Another major version, or a required feature that is unknown here; ``what`` and the cause are named.
+    """
+    head = read_head(data, name)
     if head.version[0] != FORMAT_VERSION[0]:
         version = ".".join(map(str, head.version))
         raise UnsupportedFormatError(

@@ -50,7 +50,7 @@ def violations_are_corruption(what: str) -> Iterator[None]:
     """Raise a violation inside the block as :class:`CorruptCheckpointError` about ``what``."""
     try:
         yield
-    except FormatViolation as violation:
+    except (FormatViolation, CorruptCheckpointError) as violation:
         raise CorruptCheckpointError(f"{what}: {violation}") from violation
 
 

@@ -153,7 +153,8 @@ def root_header(data: bytes) -> FormatHead:
     CorruptCheckpointError
         It is no root manifest.
     """
-    return read_head(data, ROOT_FORMAT, _WHAT)
+    with violations_are_corruption(_WHAT):
+        return read_head(data, ROOT_FORMAT)
 
 
 # --- encode -----------------------------------------------------------------------------------------------
@@ -243,7 +244,7 @@ def decode_root(data: bytes) -> Root:
 
 def _checked_head(data: bytes) -> FormatHead:
     """Check the seal before the version, so that damage is not mistaken for a newer format."""
-    read_head(data, ROOT_FORMAT, _WHAT)
+    read_head(data, ROOT_FORMAT)
     seal = _SEAL.fullmatch(data[-_SEAL_BYTES:])
     if seal is not None:
         found = hashlib.sha256(memoryview(data)[:-_SEAL_BYTES]).hexdigest()
