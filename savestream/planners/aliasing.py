@@ -22,10 +22,9 @@ def alias_partition(flat: FlatState) -> dict[int, int]:
     """
     arrays = [leaf for leaf in flat.leaves if type(leaf) is np.ndarray]
     simple = len(arrays) + flat.kinds.count(2) == len(flat.leaves)
-    if simple and len(set(map(id, arrays))) == len(arrays):
-        bases = list(map(attrgetter("base"), arrays))
-        if bases.count(None) == len(bases):
-            return {}
+    owners = simple and set(map(type, map(attrgetter("base"), arrays))) <= {type(None)}
+    if owners and len(set(map(id, arrays))) == len(arrays):
+        return {}
     return _grouped(flat)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -123,39 +123,27 @@ def _update(digest: Any, data: bytes) -> None:
 
 
 def _signatures(flat: FlatState) -> tuple[bytes, bytes]:
-    """The kind of each leaf as a number, and the table of kinds in order of appearance."""
+    """The kind of each numpy leaf as a number; and the table of these kinds, with all other leaves by position."""
     table: dict[Any, int] = {}
     number = table.setdefault
-    if set(map(type, flat.leaves)) == {np.ndarray}:
-        codes = [number((leaf.dtype, leaf.shape, leaf.strides), len(table)) for leaf in flat.leaves]
-    else:
-        codes = [number(signature, len(table)) for signature in _each_signature(flat)]
-    rows = "\n".join([repr(key) for key in table])
-    return np.array(codes, np.uint32).tobytes(), rows.encode()
+    codes = [
+        number((leaf.dtype, leaf.shape, leaf.strides), len(table)) for leaf in flat.leaves if type(leaf) is np.ndarray
+    ]
+    others = len(flat.leaves) - len(codes) - flat.kinds.count(VALUE)
+    rows = [repr(key) for key in table] + ([repr(row) for row in _other_signatures(flat)] if others else [])
+    return np.fromiter(codes, np.uint32, len(codes)).tobytes(), "\n".join(rows).encode()
 
 
-def _each_signature(flat: FlatState) -> Iterable[Any]:
-    for leaf, kind, name in zip(flat.leaves, flat.kinds, flat.names, strict=True):
-        if type(leaf) is np.ndarray:
-            yield leaf.dtype, leaf.shape, leaf.strides
-        elif kind == VALUE:
-            yield None
-        elif hasattr(leaf, "global_shape"):
+def _other_signatures(flat: FlatState) -> Iterator[tuple[Any, ...]]:
+    for position, (leaf, kind) in enumerate(zip(flat.leaves, flat.kinds, strict=True)):
+        if kind == VALUE or type(leaf) is np.ndarray:
+            continue
+        name, grad = flat.names[position], bool(getattr(leaf, "requires_grad", False))
+        if hasattr(leaf, "global_shape"):
             shape, chunks = shard_chunks(leaf, name)
-            boxes = tuple([(chunk.offsets, chunk.sizes) for chunk in chunks])
-            yield (
-                class_name(type(leaf)),
-                shard_dtype(leaf, name),
-                shape,
-                boxes,
-                bool(getattr(leaf, "replicated", False)),
-            )
+            boxes = [(chunk.offsets, chunk.sizes) for chunk in chunks]
+            replicated = bool(getattr(leaf, "replicated", False))
+            yield position, class_name(type(leaf)), shard_dtype(leaf, name), shape, boxes, replicated, grad
         else:
             info = array_info(leaf, name)
-            yield (
-                class_name(type(leaf)),
-                info.dtype,
-                info.shape,
-                info.strides,
-                bool(getattr(leaf, "requires_grad", False)),
-            )
+            yield position, class_name(type(leaf)), info.dtype, info.shape, info.strides, grad

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from savestream.planners.load_planner import (
-    DefaultLoadPlanner,
-    EmptyStateDictLoadPlanner,
-    create_default_local_load_plan,
-)
+from savestream.planners.empty_planner import EmptyStateDictLoadPlanner
+from savestream.planners.load_planner import DefaultLoadPlanner, create_default_local_load_plan
 from savestream.planners.load_plans import create_default_global_load_plan
 from savestream.planners.save_planner import DefaultSavePlanner
 from savestream.planners.save_plans import create_default_global_save_plan, create_default_local_save_plan

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,6 +50,13 @@ class FlatState:
         self.kinds = kinds
         self.tokens = tokens
         self.flattened = flattened
+
+    def positions(self, kind: int) -> Iterator[int]:
+        """Positions of the leaves of one kind."""
+        position = self.kinds.find(kind)
+        while position >= 0:
+            yield position
+            position = self.kinds.find(kind, position + 1)
 
     def replace_leaf(self, position: int, leaf: Any) -> None:
         """Plan another object in place of a leaf; the recorded tree stays that of the state."""

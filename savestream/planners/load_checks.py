@@ -118,8 +118,8 @@ class TargetChecker:
             )
             if not alike and one.name != other.name:
                 self.problems.append(
-                    f"{one.name} and {other.name}: the targets are the same memory, but the checkpoint stores them apart; "
-                    "untie them, or load only one of them with keys="
+                    f"{one.name} and {other.name}: the targets are the same memory, but the checkpoint stores them "
+                    "apart; untie them, or load only one of them with keys="
                 )
             elif one.name == other.name:
                 self.problems.append(f"{one.name}: two boxes of the target are the same memory")

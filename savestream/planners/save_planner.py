@@ -123,9 +123,8 @@ class DefaultSavePlanner(SavePlanner):
         """
         flat = self._state()
         self._values = {
-            name: capture_value(leaf, name, self.allow_pickle)
-            for name, leaf, kind in zip(flat.names, flat.leaves, flat.kinds, strict=True)
-            if kind == VALUE
+            flat.names[position]: capture_value(flat.leaves[position], flat.names[position], self.allow_pickle)
+            for position in flat.positions(VALUE)
         }
 
     def plan_fingerprint(self) -> bytes | None:

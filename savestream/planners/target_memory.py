@@ -96,7 +96,8 @@ def _overlapping(infos: Sequence[ArrayInfo], positions: Sequence[int]) -> list[t
 
 def _share_memory(first: ArrayInfo, second: ArrayInfo) -> bool:
     try:
-        return bool(np.shares_memory(_shadow(first), _shadow(second), max_work=_MAXIMUM_WORK))
+        # numpy's stubs allow only two special values for max_work
+        return bool(np.shares_memory(_shadow(first), _shadow(second), max_work=_MAXIMUM_WORK))  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True
 
