@@ -33,7 +33,7 @@ from savestream.planners.value_encoding import FACTORIES, MAXIMUM_DEPTH, MAXIMUM
 
 __all__ = ["decode_value", "decode_value_bytes", "unpickle_object"]
 
-_FAULTS = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError)
+_FAULTS = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError, struct.error)
 
 
 def decode_value(encoded: object, *, types: Sequence[type] = (), allow_pickle: bool = False, key: str = "") -> Any:
@@ -118,6 +118,10 @@ class _Decoder:
             self.corrupt(f"unknown or mixed tags {str(list(node))[:100]}")
         try:
             return decoder(self, node[tag], depth)
+        except CorruptCheckpointError as error:
+            if self.key in error.message:
+                raise
+            raise CorruptCheckpointError(f"{self.key}: {error}") from error
         except SavestreamError:
             raise
         except _FAULTS as error:

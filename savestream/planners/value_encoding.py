@@ -344,7 +344,7 @@ _SIMPLE: dict[type, Callable[[_Encoder, Any, int], Node]] = {
     decimal.Decimal: lambda _, value, __: {"$decimal": str(value)},
     fractions.Fraction: lambda encoder, v, depth: {"$fraction": encoder.items((v.numerator, v.denominator), depth)},
     uuid.UUID: lambda _, value, __: {"$uuid": value.hex},
-    np.str_: lambda encoder, v, depth: {"$npstr": _encode_str(encoder, str(v), depth)},
+    np.str_: lambda encoder, v, depth: {"$npstr": _encode_str(encoder, str.__str__(v), depth)},  # str(v) strips nulls
     np.bytes_: lambda _, value, __: {"$npbytes": _base64(bytes(value))},
     **dict.fromkeys(
         (pathlib.PosixPath, pathlib.WindowsPath, pathlib.PurePosixPath, pathlib.PureWindowsPath),
