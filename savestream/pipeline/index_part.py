@@ -27,7 +27,7 @@ from savestream.pipeline.limits import (
     violations_are_corruption,
     violations_are_plan_errors,
 )
-from savestream.pipeline.strict_json import JsonValue, checked_json, json_text, member, parse_json, require
+from savestream.pipeline.strict_json import JsonValue, json_list_text, json_text, member, parse_json, require
 
 __all__ = [
     "CHECKPOINT_ID",
@@ -131,7 +131,7 @@ def encode_part(part: IndexPart) -> bytes:
         _check_part(part)
         head = (
             f'{head_text(PART_FORMAT)},"checkpoint_id":"{part.checkpoint_id}","rank":{part.rank},'
-            f'"values":{checked_json(part.values)},"objects":{json_text(_objects(part))},"frames":{{'
+            f'"values":{json_list_text(part.values)},"objects":{json_text(_objects(part))},"frames":{{'
         )
         columns = [b'"%b":%b' % (name.encode(), column) for name, column in _encoded_columns(part.frames)]
         data = b"".join([head.encode("ascii"), b",".join(columns), b"}}"])

@@ -44,6 +44,7 @@ from savestream.pipeline.plan_section import (
 from savestream.pipeline.strict_json import (
     JsonValue,
     checked_json,
+    json_list_text,
     json_text,
     member,
     parse_json,
@@ -113,7 +114,7 @@ class Root(msgspec.Struct, frozen=True, kw_only=True):
         What the plan determines. :func:`encode_root` takes it in encoded form, and checks it against the parts
         only where it is given here too.
     values
-        One for each leaf ``{"v":j}`` of the tree.
+        One for each leaf ``{"v":j}`` of the tree: JSON values, or when encoding :class:`msgspec.Raw` JSON.
     step, metrics, user
         What the caller gave to find the checkpoint by; JSON values, or None.
     world_size
@@ -211,7 +212,7 @@ def _scalar_members(root: Root) -> bytes:
 
 def _lists(root: Root) -> bytes:
     try:
-        values = checked_json(root.values)
+        values = json_list_text(root.values)
     except FormatViolation as violation:
         raise FormatViolation(f"values: {violation}") from violation
     parts = json_text([msgspec.structs.asdict(entry) for entry in root.parts])

@@ -9,13 +9,24 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Sequence
 from typing import Any, TypeAlias, TypeVar
 
+import msgspec
 import numpy as np
 
 from savestream.pipeline.limits import MAXIMUM_INTEGER_DIGITS, MAXIMUM_JSON_NESTING, FormatViolation
 
-__all__ = ["JsonValue", "checked_json", "json_text", "member", "nesting_depth", "parse_json", "require"]
+__all__ = [
+    "JsonValue",
+    "checked_json",
+    "json_list_text",
+    "json_text",
+    "member",
+    "nesting_depth",
+    "parse_json",
+    "require",
+]
 
 JsonValue: TypeAlias = Any  # None, bool, int, float, str, list or dict of these: checked where it is used
 
@@ -57,6 +68,16 @@ def checked_json(value: JsonValue) -> str:
     text = json_text(value)
     require(parse_json(text.encode()) == value, "JSON would not give it back: use lists, and strings as keys")
     return text
+
+
+def json_list_text(values: Sequence[object]) -> str:
+    """:func:`checked_json` of a list in which :class:`msgspec.Raw` stands for JSON that is encoded already."""
+    if not any(isinstance(value, msgspec.Raw) for value in values):
+        return checked_json(list(values))
+    encoded = [bytes(value) if isinstance(value, msgspec.Raw) else checked_json(value).encode() for value in values]
+    parsed = parse_json(b"[" + b",".join(encoded) + b"]")
+    require(len(parsed) == len(values), "an encoded value is not one JSON value")
+    return json_text(parsed)  # in one form, whoever encoded it
 
 
 # --- reading ----------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import json
 import pickle
 import threading
 
+import msgspec
 import numpy as np
 import pytest
 from manifest_samples import (
@@ -69,6 +70,15 @@ def test_the_plan_section_stands_in_the_root_verbatim() -> None:
     # A plan cache holds only the encoded section.
     without_plan = small_root(plan=manifest.NO_PLAN)
     assert encode_root(without_plan, section) == encode_root(root, section)
+
+
+def test_values_that_are_encoded_already() -> None:
+    values = [{"ü": [1e-7, 1 << 60]}, 3]
+    raw = [msgspec.Raw(msgspec.json.encode(values[0])), 3]
+    assert encoded(small_root(values=raw)) == encoded(small_root(values=values))
+    for broken in (b"1,2", b"", b"[", b'{"a":1,"a":2}', b"NaN", b"\xff"):
+        with pytest.raises(PlanError, match="values"):
+            encoded(small_root(values=[msgspec.Raw(broken), 3]))
 
 
 def test_derived_columns() -> None:
