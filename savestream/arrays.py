@@ -2,7 +2,7 @@
 
 Each framework has an adapter, found by the leaf's type; everything behind it works on numpy views. A dtype *name* is
 
-- numpy's own name for native, little-endian and byte-order-free numbers: ``float32``, ``int64``, ``bool``, ``complex64``;
+- numpy's own name for native, little-endian and byte-order-free numbers: ``float32``, ``int64``, ``bool``;
 - the name in ``ml_dtypes`` for its types: ``bfloat16``, ``float8_e4m3fn``, ``int4`` (one byte an element);
 - numpy's type string for all other simple types: ``>u4``, ``<M8[ns]``, ``<U5``, ``|S3``, ``|V4``;
 - compact JSON for records: ``{"fields":[[name, dtype name, offset, shape], ...],"itemsize":n}``.
@@ -159,9 +159,8 @@ def _is_extension(dtype: np.dtype[Any]) -> bool:
 
 def _record_name(dtype: np.dtype[Any]) -> dict[str, Any]:
     fields = []
-    assert dtype.names is not None and dtype.fields is not None  # noqa: S101 - for the type checker
-    for name in dtype.names:
-        field, offset = dtype.fields[name][:2]
+    for name in dtype.names or ():
+        field, offset = dtype[name], dtype.fields[name][1] if dtype.fields is not None else 0
         base, shape = field.subdtype or (field, ())
         inner = _record_name(base) if base.names is not None else dtype_name(base)
         fields.append([name, inner, offset, list(shape)])

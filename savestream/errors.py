@@ -16,6 +16,7 @@ __all__ = [
     "CorruptCheckpointError",
     "LoadMismatchError",
     "PlanError",
+    "SaveTimeoutError",
     "SavestreamError",
     "StorageError",
     "UnsafeObjectError",
@@ -30,6 +31,10 @@ class SavestreamError(Exception):
 
 class PlanError(SavestreamError, ValueError):
     """The state, the plan or an option is invalid; nothing has been written."""
+
+
+class SaveTimeoutError(SavestreamError, TimeoutError):
+    """The save took longer than ``SaveOptions(timeout_seconds=)``; nothing became visible."""
 
 
 class UsageError(SavestreamError, RuntimeError):

@@ -1,13 +1,18 @@
-"""The one way to run blocking work: in a worker thread that is never abandoned."""
+"""The one way to run blocking work: in a worker thread that is never abandoned, and is told when to stop."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import TypeVar, TypeVarTuple, Unpack
 
-from anyio import CancelScope, CapacityLimiter, create_task_group, to_thread
+from anyio import CancelScope, CapacityLimiter, create_task_group, sleep_forever, to_thread
+from anyio.abc import TaskGroup
 
-__all__ = ["run_in_worker", "run_shielded"]
+from savestream.errors import SavestreamError
+
+__all__ = ["first_error", "run_in_worker", "run_shielded", "stopping"]
 
 Result = TypeVar("Result")
 Arguments = TypeVarTuple("Arguments")
@@ -48,3 +53,37 @@ async def run_shielded(function: Callable[[], Awaitable[Result]]) -> Result:
     if errors:
         raise errors[0]
     return results[0]
+
+
+def first_error(group: BaseExceptionGroup) -> BaseException:
+    """The error that a task group's failure began with: one of savestream's own before any other."""
+    leaves: list[BaseException] = []
+    pending: list[BaseException] = [group]
+    while pending:
+        error = pending.pop(0)
+        if isinstance(error, BaseExceptionGroup):
+            pending.extend(error.exceptions)
+        else:
+            leaves.append(error)
+    return next((error for error in leaves if isinstance(error, SavestreamError)), leaves[0])
+
+
+@asynccontextmanager
+async def stopping(stop: threading.Event) -> AsyncIterator[TaskGroup]:
+    """A task group whose worker threads learn of an error or a cancellation through ``stop``; errors come unwrapped."""
+
+    async def watch() -> None:
+        try:
+            await sleep_forever()
+        finally:
+            stop.set()
+
+    try:
+        async with create_task_group() as outer:
+            outer.start_soon(watch)
+            async with create_task_group() as group:
+                yield group
+            outer.cancel_scope.cancel()
+    except BaseExceptionGroup as error:
+        cause = first_error(error)
+        raise cause from cause.__cause__

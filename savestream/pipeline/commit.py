@@ -1,4 +1,4 @@
-"""The commit and everything around it: publish, resolve, list, discard, delete. A checkpoint exists iff its root does."""
+"""The commit and all around it: publish, resolve, list, discard, delete. A checkpoint exists iff its root does."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ class Coordinator(abc.ABC):
     async def get(self, key: str, timeout_seconds: float) -> bytes:
         """Wait for the value under ``key``; a CoordinationError names the key when the time is over."""
 
+    @abc.abstractmethod
     async def heartbeat(self) -> None:
         """Tell the others that this rank is alive."""
 
@@ -41,8 +42,13 @@ class SingleProcessCoordinator(Coordinator):
 
     async def get(self, key: str, timeout_seconds: float) -> bytes:
         if key not in self._values:
-            raise CoordinationError(f"nothing was put under {key!r}, and no other rank exists that could")
+            raise CoordinationError(
+                f"nothing was put under {key!r}, and waiting {timeout_seconds} s for another rank is of no use: none exists"
+            )
         return self._values[key]
+
+    async def heartbeat(self) -> None:
+        return
 
 
 def choose_coordinator(coordinator: Coordinator | None) -> Coordinator:

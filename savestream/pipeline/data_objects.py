@@ -67,7 +67,7 @@ class DataObjects:
 
     def payload(self, data: Bytes, nbytes: int) -> memoryview:
         """What to hand to the backend: the extent with its zero padding up to the alignment."""
-        return memoryview(data)[: round_up(nbytes, self._alignment_bytes)]
+        return data[: round_up(nbytes, self._alignment_bytes)].data
 
     async def finish(self) -> list[ObjectEntry]:
         """Make every object durable."""

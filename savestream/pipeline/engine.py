@@ -21,7 +21,16 @@ from anyio.from_thread import BlockingPortal
 
 from savestream.errors import UsageError
 
-__all__ = ["EXIT_DEADLINE_SECONDS", "Engine", "Operation", "call", "current_engine", "require_asyncio", "wait_future"]
+__all__ = [
+    "EXIT_DEADLINE_SECONDS",
+    "Engine",
+    "Operation",
+    "call",
+    "current_engine",
+    "require_asyncio",
+    "submit",
+    "wait_future",
+]
 
 logger = logging.getLogger("savestream")
 
@@ -45,6 +54,10 @@ class Operation(Generic[Result]):
         """Ask the work to end; returns at once. Harmless when it has ended."""
         self._cancelled = True
         self._engine.post(self._cancel_scope)
+
+    def wait_until_ended(self) -> None:
+        """Block until the work, with its clean-up, has ended, however."""
+        wait_for_futures([self.future])
 
     def _cancel_scope(self) -> None:
         if self._scope is not None:
@@ -120,7 +133,9 @@ class Engine:
             self._closing = True
             running = set(self._operations)
         if running:
-            logger.warning("interpreter exit: waiting up to %.0f s for %d operation(s)", EXIT_DEADLINE_SECONDS, len(running))
+            logger.warning(
+                "interpreter exit: waiting up to %.0f s for %d operation(s)", EXIT_DEADLINE_SECONDS, len(running)
+            )
             _, late = wait_for_futures(running, EXIT_DEADLINE_SECONDS)
             if late:
                 logger.error("interpreter exit: %d operation(s) did not finish in time and are cancelled", len(late))
@@ -164,6 +179,11 @@ def require_asyncio() -> asyncio.AbstractEventLoop:
             "savestream's async API needs a running asyncio loop. Under trio, call savestream.blocking through "
             "trio.to_thread.run_sync; outside any loop, use savestream.blocking or asyncio.run"
         ) from error
+
+
+def submit(function: Callable[[], Awaitable[Result]], name: str) -> Operation[Result]:
+    """Start ``function`` on the engine of this process, from a thread without a loop."""
+    return current_engine().submit(function, name)
 
 
 async def call(function: Callable[[], Awaitable[Result]], name: str) -> Result:

@@ -68,7 +68,7 @@ class Layout(msgspec.Struct, frozen=True):
     frame_lengths, frame_widths
         Per frame: raw bytes, plane width.
     frame_chunks
-        Per frame: position in ``order`` of its first chunk, and the number of chunks it holds (1 for a part of a chunk).
+        Per frame: position in ``order`` of its first chunk, and how many chunks it holds (1 for a part of a chunk).
     """
 
     raw_offsets: npt.NDArray[np.int64]
@@ -131,7 +131,11 @@ def plan_layout(chunks: Sequence[ChunkShape]) -> Layout:
 
 
 def _assemble(
-    chunks: Sequence[ChunkShape], order: list[int], lengths: list[int], widths: list[int], members: list[tuple[int, int]]
+    chunks: Sequence[ChunkShape],
+    order: list[int],
+    lengths: list[int],
+    widths: list[int],
+    members: list[tuple[int, int]],
 ) -> Layout:
     sizes = np.fromiter((chunks[index].nbytes for index in order), np.int64, len(order))
     raw_offsets = np.zeros(len(chunks), np.int64)

@@ -1,8 +1,9 @@
-"""Where a block's bytes come from: the state's own leaves, or what a planner makes of them; and the copy into a block."""
+"""Where a block's bytes come from (the leaves, or what a planner makes of them), and their copy into a block."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -42,9 +43,6 @@ class LiveSources(ChunkSources):
 
     def get(self, chunk: int) -> HostArray:
         return as_plain_elements(self._arrays[chunk])
-
-    def retain_only(self, chunk: int | None) -> None:
-        return
 
 
 class ResolvedSources(ChunkSources):
@@ -86,12 +84,16 @@ def _copy_piece(source: HostArray, piece: Piece, target: Bytes) -> None:
     copy_elements(source, piece.start // itemsize, piece.stop // itemsize, target.view(source.dtype))
 
 
+def _contiguous(array: HostArray) -> Any:  # a buffer, which numpy's stubs do not say below Python 3.12
+    return array if array.flags.c_contiguous else np.ascontiguousarray(array)
+
+
 def _gather(chunks: Sequence[int], sources: ChunkSources, target: Bytes) -> None:
     """Whole small chunks, one after the other: joining bytes costs a fraction of an assignment for each."""
     position = 0
     for start in range(0, len(chunks), _GATHER_LEAVES):
         arrays = [sources.get(chunk) for chunk in chunks[start : start + _GATHER_LEAVES]]
-        joined = b"".join([array if array.flags.c_contiguous else np.ascontiguousarray(array) for array in arrays])
+        joined = b"".join([_contiguous(array) for array in arrays])
         if position + len(joined) > len(target):
             break
         target[position : position + len(joined)] = np.frombuffer(joined, np.uint8)

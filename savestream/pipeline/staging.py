@@ -1,8 +1,8 @@
 """The staging queue: blocks are filled from the state, digested or encoded, and leave as extents.
 
-Every lane owns its buffers and takes one block after the other. Where storage writes from worker threads, a whole lane is
-one thread hop: next to a busy Python thread every hop costs a switch interval. A save that returns early first fills all
-blocks (only copies; that is the trainer's stall) and then runs the same lanes over the filled buffers.
+Every lane owns its buffers and takes one block after the other. Where storage writes from worker threads, a whole lane
+is one thread hop: next to a busy Python thread every hop costs a switch interval. A save that returns early first fills
+all blocks (only copies; that is the trainer's stall) and then runs the same lanes over the filled buffers.
 """
 
 from __future__ import annotations

@@ -5,18 +5,17 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import anyio
 from anyio import from_thread
 
-from savestream.errors import SavestreamError
 from savestream.pipeline.data_objects import DataObjects, Placement
 from savestream.pipeline.staging import Extent, Lane, StagingQueue
-from savestream.threads import run_in_worker
+from savestream.threads import run_in_worker, stopping
 
-__all__ = ["RateLimit", "fill_queue", "first_error", "stopping", "write_queue"]
+__all__ = ["RateLimit", "fill_queue", "switch_interval", "write_queue"]
 
 
 class RateLimit:
@@ -36,40 +35,6 @@ class RateLimit:
             start = max(now, self._free_at)
             self._free_at = start + nbytes / self._bytes_per_second
             return start - now
-
-
-def first_error(group: BaseExceptionGroup) -> BaseException:
-    """The error that a task group's failure began with: one of savestream's own before any other."""
-    leaves: list[BaseException] = []
-    pending: list[BaseException] = [group]
-    while pending:
-        error = pending.pop(0)
-        if isinstance(error, BaseExceptionGroup):
-            pending.extend(error.exceptions)
-        else:
-            leaves.append(error)
-    return next((error for error in leaves if isinstance(error, SavestreamError)), leaves[0])
-
-
-@asynccontextmanager
-async def stopping(stop: threading.Event) -> AsyncIterator[anyio.abc.TaskGroup]:
-    """A task group whose worker threads learn of an error or a cancellation through ``stop``; errors come unwrapped."""
-
-    async def watch() -> None:
-        try:
-            await anyio.sleep_forever()
-        finally:
-            stop.set()
-
-    try:
-        async with anyio.create_task_group() as outer:
-            outer.start_soon(watch)
-            async with anyio.create_task_group() as group:
-                yield group
-            outer.cancel_scope.cancel()
-    except BaseExceptionGroup as error:
-        cause = first_error(error)
-        raise cause from cause.__cause__
 
 
 @contextmanager
@@ -97,18 +62,18 @@ async def fill_queue(queue: StagingQueue, *, threads: int, switch_interval_secon
 
 
 async def write_queue(
-    queue: StagingQueue, objects: DataObjects, *, lanes: int, rate: RateLimit, blocking_io: bool
+    queue: StagingQueue, objects: DataObjects, *, lanes: int, rate: RateLimit, blocking_io: bool, reserve_bytes: int
 ) -> None:
-    """Run the lanes until every block is written."""
-    drive: Callable[[Lane], Awaitable[None]]
-    if blocking_io:
+    """Run the lanes until every block is written; each holds ``reserve_bytes`` of the budget while it runs."""
 
-        async def drive(lane: Lane) -> None:
-            await run_in_worker(_drive_blocking, lane, queue, objects, rate)
-    else:
-
-        async def drive(lane: Lane) -> None:
-            await _drive_async(lane, queue, objects, rate)
+    async def drive(lane: Lane) -> None:
+        waited = time.perf_counter()
+        async with queue.pool.reserve(reserve_bytes):
+            queue.clock.add_wait("stage", time.perf_counter() - waited)
+            if blocking_io:
+                await run_in_worker(_drive_blocking, lane, queue, objects, rate)
+            else:
+                await _drive_async(lane, queue, objects, rate)
 
     async with stopping(queue.stop) as group:
         for _ in range(lanes):

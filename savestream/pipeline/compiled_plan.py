@@ -1,0 +1,196 @@
+"""A finished save plan made ready to run: chunk positions, and the plan-determined part of the manifest, encoded.
+
+It holds no leaf and no value of the state, so a plan cache can keep it: an unchanged state reuses it verbatim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from savestream.arrays import dtype_from_name
+from savestream.errors import PlanError
+from savestream.pipeline.layout import Block, ChunkShape, Layout, plan_blocks, plan_layout
+from savestream.pipeline.manifest import ChunkTable, PlanSection, TensorTable, encode_plan_section
+from savestream.planners.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    PlannerData,
+    TensorStorageMetadata,
+)
+from savestream.planners.plan import SavePlan, WriteItem
+from savestream.planners.state_dict import structure_for_items
+from savestream.planners.structure import MappingNode
+
+__all__ = ["CompiledPlan", "compile_plan", "plane_width"]
+
+_OPAQUE_KINDS = {"bytes": 1, "pickle": 2}
+
+
+class CompiledPlan(msgspec.Struct):
+    """Everything about a save that does not depend on the data.
+
+    Attributes
+    ----------
+    chunk_items
+        The items that write chunks, in the order of ``layout.raw_offsets``: arrays first, then opaque bytes.
+    value_items
+        The items whose values stand in the manifest, in its order.
+    section
+        The encoded ``dtypes``, ``tree``, ``tensors`` and ``chunks`` members of the root.
+    """
+
+    chunk_items: list[WriteItem]
+    opaque_from: int
+    value_items: list[WriteItem]
+    layout: Layout
+    section: bytes
+    blocks_by_size: dict[int, list[Block]] = {}
+
+    def blocks(self, block_bytes: int) -> list[Block]:
+        """The layout's blocks of that size."""
+        if block_bytes not in self.blocks_by_size:
+            self.blocks_by_size[block_bytes] = plan_blocks(self.layout, block_bytes)
+        return self.blocks_by_size[block_bytes]
+
+
+def plane_width(dtype: str) -> int:
+    """Bytes of the numbers that byte planes are taken of; 1 where planes make no sense."""
+    resolved = dtype_from_name(dtype)
+    if resolved.kind in "iufmMU" or (resolved.kind == "V" and resolved.names is None and resolved.itemsize == 2):
+        width = 4 if resolved.kind == "U" else resolved.itemsize
+    elif resolved.kind == "c":
+        width = resolved.itemsize // 2
+    else:
+        width = 1
+    return width if width in (2, 4, 8) else 1
+
+
+def compile_plan(plan: SavePlan, metadata: Metadata) -> CompiledPlan:
+    """Lay out a rank's finished plan and encode what it determines."""
+    writers, aliases, opaque, values = _sort_items(plan.items)
+    chunk_items = [*writers.values(), *opaque]
+    layout = plan_layout([_chunk_shape(item) for item in chunk_items])
+    offsets = layout.raw_offsets.tolist()
+    places = dict(zip(writers, offsets, strict=False))
+    for key, primary in aliases.items():
+        places[key] = places[primary]
+    section = _section(metadata, places, opaque, offsets[len(writers) :], values)
+    return CompiledPlan(chunk_items, len(writers), values, layout, encode_plan_section(section))
+
+
+_Key = tuple[str, tuple[int, ...]]
+
+
+def _sort_items(
+    items: Sequence[WriteItem],
+) -> tuple[dict[_Key, WriteItem], dict[_Key, _Key], list[WriteItem], list[WriteItem]]:
+    """Items that write array chunks, aliases of those, opaque bytes, inline values."""
+    arrays: dict[_Key, WriteItem] = {}
+    opaque: list[WriteItem] = []
+    values: list[WriteItem] = []
+    for item in items:
+        if item.tensor_data is not None:
+            key = (item.index.fqn, item.tensor_data.chunk.offsets)
+            if key in arrays:
+                raise PlanError(f"{key[0]}: two items of the plan write the chunk at {key[1]}")
+            arrays[key] = item
+        elif item.bytes_io_data is not None and item.bytes_io_data.encoding == "json":
+            values.append(item)
+        else:
+            opaque.append(item)
+    aliases = _aliases(arrays)
+    return {key: item for key, item in arrays.items() if key not in aliases}, aliases, opaque, values
+
+
+def _aliases(arrays: dict[_Key, WriteItem]) -> dict[_Key, _Key]:
+    """Chunks that share another's memory, where the final plan still stores both alike."""
+    aliases: dict[_Key, _Key] = {}
+    for key, item in arrays.items():
+        if item.alias_of is None or item.tensor_data is None:
+            continue
+        offset = item.alias_of.offset
+        primary = (item.alias_of.fqn, offset if offset is not None else item.tensor_data.chunk.offsets)
+        other = arrays.get(primary)
+        if other is None or other.tensor_data is None or other.alias_of is not None or primary == key:
+            continue
+        same_box = other.tensor_data.chunk.sizes == item.tensor_data.chunk.sizes
+        if same_box and other.tensor_data.properties.dtype == item.tensor_data.properties.dtype:
+            aliases[key] = primary
+    return aliases
+
+
+def _chunk_shape(item: WriteItem) -> ChunkShape:
+    if item.tensor_data is None:
+        nbytes = item.bytes_io_data.nbytes if item.bytes_io_data is not None else 0
+        return ChunkShape(nbytes, 1, 1, 1)
+    return _shape_of(item.tensor_data.chunk.sizes, item.tensor_data.properties.dtype)
+
+
+def _shape_of(sizes: tuple[int, ...], dtype: str) -> ChunkShape:
+    itemsize = dtype_from_name(dtype).itemsize
+    row = math.prod(sizes[1:]) * itemsize
+    return ChunkShape(math.prod(sizes) * itemsize, max(itemsize, 1), max(row, 1), plane_width(dtype))
+
+
+def _section(
+    metadata: Metadata,
+    places: dict[_Key, int],
+    opaque: Sequence[WriteItem],
+    opaque_offsets: Sequence[int],
+    values: Sequence[WriteItem],
+) -> PlanSection:
+    names: list[str] = []
+    rows: list[tuple[int, str, tuple[int, ...], Sequence[ChunkStorageMetadata]]] = []
+    raw_offsets: list[int] = []
+    for fqn, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            names.append(fqn)
+            rows.append((0, entry.properties.dtype, entry.size, entry.chunks))
+            raw_offsets.extend(places[fqn, chunk.offsets] for chunk in entry.chunks)
+    for item, offset in zip(opaque, opaque_offsets, strict=True):
+        assert item.bytes_io_data is not None  # noqa: S101 - sorted so above
+        size = (item.bytes_io_data.nbytes,)
+        names.append(item.index.fqn)
+        rows.append((_OPAQUE_KINDS[item.bytes_io_data.encoding], "uint8", size, (ChunkStorageMetadata((0,), size),)))
+        raw_offsets.append(offset)
+    value_names = [item.index.fqn for item in values]
+    dtypes = list(dict.fromkeys(row[1] for row in rows))
+    data = metadata.planner_data
+    tree = data.tree if isinstance(data, PlannerData) and data.tree is not None else MappingNode("dict", (), ())
+    return PlanSection(
+        dtypes=dtypes,
+        tree=structure_for_items(tree, [*names, *value_names]),
+        tensors=_tensor_table(rows, dtypes),
+        chunks=_chunk_table(rows, raw_offsets),
+        tensor_names=names,
+        value_names=value_names,
+    )
+
+
+def _tensor_table(
+    rows: Sequence[tuple[int, str, tuple[int, ...], Sequence[ChunkStorageMetadata]]], dtypes: Sequence[str]
+) -> TensorTable:
+    numbers = {name: number for number, name in enumerate(dtypes)}
+    count = len(rows)
+    return TensorTable(
+        kind=np.fromiter((row[0] for row in rows), np.uint8, count),
+        dtype=np.fromiter((numbers[row[1]] for row in rows), np.uint32, count),
+        ndim=np.fromiter((len(row[2]) for row in rows), np.uint8, count),
+        shape=np.fromiter((size for row in rows for size in row[2]), np.int64),
+        n_chunks=np.fromiter((len(row[3]) for row in rows), np.uint32, count),
+    )
+
+
+def _chunk_table(
+    rows: Sequence[tuple[int, str, tuple[int, ...], Sequence[ChunkStorageMetadata]]], raw_offsets: Sequence[int]
+) -> ChunkTable:
+    return ChunkTable(
+        part=np.zeros(len(raw_offsets), np.uint32),
+        raw_offset=np.asarray(raw_offsets, np.int64),
+        offsets=np.fromiter((offset for row in rows for chunk in row[3] for offset in chunk.offsets), np.int64),
+        sizes=np.fromiter((size for row in rows for chunk in row[3] for size in chunk.sizes), np.int64),
+    )

@@ -1,0 +1,70 @@
+"""What a checkpoint holds, without reading its arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from savestream.pipeline.open_checkpoint import metadata_of, open_checkpoint
+from savestream.planners.metadata import Metadata
+from savestream.planners.values import decode_value
+from savestream.storage_backends import Location
+from savestream.threads import run_in_worker
+
+__all__ = ["CheckpointManifest", "inspect_checkpoint"]
+
+
+class CheckpointManifest(msgspec.Struct, frozen=True):
+    """The root manifest, for people and tools.
+
+    Attributes
+    ----------
+    location, save_id, created, writer, version
+        Where it is, and who wrote it when (UTC, ISO 8601) in which format version.
+    step, metrics, user
+        What the caller of ``save`` gave.
+    world_size
+        Ranks that wrote it.
+    raw_bytes
+        Bytes of array data before the codec.
+    metadata
+        Names, shapes, dtypes and chunks: ``metadata.state_dict_metadata`` maps each key to its storage metadata.
+    """
+
+    location: str
+    save_id: str
+    created: str
+    writer: str
+    version: tuple[int, ...]
+    step: int | None
+    metrics: Mapping[str, float] | None
+    user: object
+    world_size: int
+    raw_bytes: int
+    metadata: Metadata
+
+
+def _decode_metrics(metrics: Mapping[str, object] | None) -> dict[str, float] | None:
+    if metrics is None:
+        return None
+    return {name: float(str(decode_value(value, key=name))) for name, value in metrics.items()}
+
+
+async def inspect_checkpoint(location: Location) -> CheckpointManifest:
+    """Read the root only."""
+    checkpoint = await open_checkpoint(location)
+    root = checkpoint.root
+    return CheckpointManifest(
+        location=checkpoint.place,
+        save_id=root.checkpoint_id,
+        created=root.created,
+        writer=root.writer,
+        version=tuple(root.version),
+        step=root.step,
+        metrics=_decode_metrics(root.metrics),
+        user=decode_value(root.user, key="metadata"),
+        world_size=root.world_size,
+        raw_bytes=sum(part.raw_bytes for part in root.parts),
+        metadata=await run_in_worker(metadata_of, checkpoint),
+    )

@@ -1,0 +1,137 @@
+"""One load from root to result, as it runs on the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+
+from savestream.arrays import dtype_from_name
+from savestream.events import LoadFinished, LoadStarted, Observer, OperationFailed, Statistics, notify
+from savestream.pipeline.buffers import allocate_array
+from savestream.pipeline.commit import describe
+from savestream.pipeline.open_checkpoint import OpenCheckpoint, VanishedDataError, metadata_of, open_checkpoint
+from savestream.pipeline.options import LoadOptions
+from savestream.pipeline.plan_loader import PlanLoader
+from savestream.pipeline.stage_clock import StageClock
+from savestream.planners.base import LoadPlanner
+from savestream.planners.default import DefaultLoadPlanner, EmptyStateDictLoadPlanner
+from savestream.planners.metadata import Metadata
+from savestream.planners.paths import select_names
+from savestream.planners.plan import LoadPlan
+from savestream.storage_backends import Location
+from savestream.threads import run_in_worker
+
+__all__ = ["LoadRequest", "LoadTask"]
+
+
+class LoadRequest(msgspec.Struct):
+    """The caller's arguments."""
+
+    location: Location
+    target: Any
+    keys: Sequence[str | tuple[object, ...]] | None
+    strict: bool
+    cast: bool
+    options: LoadOptions
+    planner: LoadPlanner | None
+    observer: Observer | None
+
+
+class LoadTask:
+    """Runs one load."""
+
+    def __init__(self, request: LoadRequest) -> None:
+        self._request = request
+        self._clock = StageClock(request.observer)
+
+    async def run(self) -> object:
+        """Load, or raise: mismatches and bad targets before anything of the target is touched."""
+        request = self._request
+        place = describe(request.location)
+        try:
+            return await self._run_once()
+        except VanishedDataError as error:
+            if not await self._was_overwritten(error):
+                notify(request.observer, OperationFailed("load", place, repr(error)))
+                raise
+            return await self._run_once()
+        except BaseException as error:
+            notify(request.observer, OperationFailed("load", place, repr(error)))
+            raise
+
+    async def _was_overwritten(self, error: VanishedDataError) -> bool:
+        """Whether the root names another save by now: then the data did not vanish, it was replaced."""
+        return (await open_checkpoint(self._request.location)).root.checkpoint_id != error.checkpoint_id
+
+    async def _run_once(self) -> object:
+        request = self._request
+        checkpoint = await open_checkpoint(request.location)
+        with _remember_id(checkpoint):
+            with self._clock.measure("plan", 0, 0):
+                metadata = await run_in_worker(metadata_of, checkpoint)
+                await checkpoint.fetch_parts(_needed_parts(checkpoint, metadata, request.keys))
+                planner, plan = await run_in_worker(self._plan, metadata)
+            loader = PlanLoader(checkpoint, planner, metadata, request.options, self._clock)
+            notify(request.observer, LoadStarted(checkpoint.place, len(plan.items), loader.measure(plan)))
+            await loader.read(plan)
+            result = await run_in_worker(_finish, planner, request.target)
+        statistics = Statistics(
+            stages=self._clock.snapshot(),
+            total_seconds=self._clock.elapsed_seconds,
+            raw_bytes=loader.raw_bytes,
+            stored_bytes=loader.stored_bytes,
+        )
+        notify(request.observer, LoadFinished(checkpoint.place, statistics))
+        return result
+
+    def _plan(self, metadata: Metadata) -> tuple[LoadPlanner, LoadPlan]:
+        request = self._request
+        planner = request.planner or self._default_planner()
+        planner.set_up_planner({} if request.target is None else request.target, metadata, True)
+        plan = planner.create_local_plan()
+        return planner, planner.finish_plan(planner.create_global_plan([plan])[0])
+
+    def _default_planner(self) -> LoadPlanner:
+        request, options = self._request, self._request.options
+        if request.target is None:
+            return EmptyStateDictLoadPlanner(
+                keys=request.keys,
+                allocate=lambda dtype, shape: allocate_array(dtype_from_name(dtype), shape),
+                allow_partial_load=not request.strict,
+                types=options.types,
+                allow_pickle=options.allow_pickle,
+            )
+        return DefaultLoadPlanner(
+            allow_partial_load=not request.strict,
+            cast=request.cast,
+            keys=request.keys,
+            types=options.types,
+            allow_pickle=options.allow_pickle,
+        )
+
+
+@contextmanager
+def _remember_id(checkpoint: OpenCheckpoint) -> Iterator[None]:
+    try:
+        yield
+    except VanishedDataError as error:
+        error.checkpoint_id = checkpoint.root.checkpoint_id
+        raise
+
+
+def _needed_parts(
+    checkpoint: OpenCheckpoint, metadata: Metadata, keys: Sequence[str | tuple[object, ...]] | None
+) -> set[int]:
+    names = checkpoint.root.plan.tensor_names
+    if keys is not None:
+        selected, _ = select_names(list(metadata.state_dict_metadata), keys)
+        chosen = set(selected)
+        names = [name for name in names if name in chosen]
+    return checkpoint.parts_of(names)
+
+
+def _finish(planner: LoadPlanner, target: object) -> object:
+    return planner.finish_load() if isinstance(planner, DefaultLoadPlanner) else target

@@ -1,0 +1,192 @@
+"""A committed checkpoint opened for reading: its root, the index parts that are needed, and where each chunk lies."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+from collections.abc import Iterable, Mapping
+
+import anyio
+import msgspec
+import numpy as np
+
+from savestream.arrays import dtype_itemsize
+from savestream.errors import CorruptCheckpointError, StorageError
+from savestream.pipeline.commit import describe, join_path, read_root
+from savestream.pipeline.manifest import IndexPart, PartEntry, Root, decode_part
+from savestream.planners.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    PlannerData,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from savestream.planners.state_dict import tree_mappings
+from savestream.storage_backends import Location
+from savestream.threads import run_in_worker
+
+__all__ = ["ChunkLocation", "OpenCheckpoint", "VanishedDataError", "metadata_of", "open_checkpoint"]
+
+_KIND_ENCODINGS = {1: "bytes", 2: "pickle"}
+
+
+class VanishedDataError(CorruptCheckpointError):
+    """An object that the root names is gone: damage, unless the checkpoint was overwritten meanwhile."""
+
+    checkpoint_id: str | None = None
+
+
+class ChunkLocation(msgspec.Struct, frozen=True, gc=False):
+    """Where a chunk's raw bytes lie: part, position in that part's raw stream, box, dtype name."""
+
+    part: int
+    raw_offset: int
+    sizes: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        count = dtype_itemsize(self.dtype)
+        for size in self.sizes:
+            count *= size
+        return count
+
+
+class OpenCheckpoint:
+    """What a load knows after two kinds of small reads; data objects are opened by the reader."""
+
+    def __init__(self, location: Location, root: Root) -> None:
+        self.location = location
+        self.root = root
+        self.parts: dict[int, IndexPart] = {}
+        self._chunk_starts = np.concatenate([[0], np.cumsum(root.plan.tensors.n_chunks, dtype=np.int64)])
+        self._dimension_starts = np.concatenate(
+            [[0], np.cumsum(np.repeat(root.plan.tensors.ndim, root.plan.tensors.n_chunks), dtype=np.int64)]
+        )
+        self._chunks = root.plan.chunks
+        self._tensor_numbers = {name: number for number, name in enumerate(root.plan.tensor_names)}
+        self._columns = (
+            self._chunks.part.tolist(),
+            self._chunks.raw_offset.tolist(),
+            self._chunks.offsets.tolist(),
+            self._chunks.sizes.tolist(),
+            self._dimension_starts.tolist(),
+            self._chunk_starts.tolist(),
+            root.plan.tensors.dtype.tolist(),
+        )
+
+    @property
+    def place(self) -> str:
+        """The checkpoint in messages."""
+        return describe(self.location)
+
+    def object_path(self, part: int, object_index: int) -> str:
+        """Path of a data object in the backend."""
+        return join_path(self.location.path, self.parts[part].objects[object_index].path)
+
+    def chunk_numbers(self, name: str) -> range:
+        """The chunks of a tensor, as rows of the chunk table."""
+        number = self._tensor_numbers[name]
+        starts = self._columns[5]
+        return range(starts[number], starts[number + 1])
+
+    def chunk_offsets(self, chunk: int) -> tuple[int, ...]:
+        dimensions = self._columns[4]
+        return tuple(self._columns[2][dimensions[chunk] : dimensions[chunk + 1]])
+
+    def chunk_location(self, name: str, offset: tuple[int, ...] | None) -> ChunkLocation:
+        """Where the chunk of ``name`` that starts at ``offset`` lies."""
+        parts, raw_offsets, _, sizes, dimensions, _, dtypes = self._columns
+        numbers = self.chunk_numbers(name)
+        if offset is not None and len(numbers) > 1:
+            chunk = next(number for number in numbers if self.chunk_offsets(number) == offset)
+        else:
+            chunk = numbers[0]
+        shape = tuple(sizes[dimensions[chunk] : dimensions[chunk + 1]])
+        dtype = self.root.plan.dtypes[dtypes[self._tensor_numbers[name]]]
+        return ChunkLocation(parts[chunk], raw_offsets[chunk], shape, dtype)
+
+    def parts_of(self, names: Iterable[str]) -> set[int]:
+        """Numbers of the parts that hold chunks of these tensors."""
+        table = self._columns[0]
+        return {table[chunk] for name in names for chunk in self.chunk_numbers(name)}
+
+    async def fetch_parts(self, numbers: Iterable[int]) -> None:
+        """Read and check index parts that are not here yet."""
+        wanted = [number for number in sorted(set(numbers)) if number not in self.parts]
+        async with anyio.create_task_group() as group:
+            for number in wanted:
+                group.start_soon(self._fetch_part, number)
+
+    async def _fetch_part(self, number: int) -> None:
+        entry = self.root.parts[number]
+        path = join_path(self.location.path, entry.path)
+        place = describe(self.location, entry.path)
+        try:
+            data = await self.location.backend.get(path, maximum_bytes=entry.bytes)
+        except StorageError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR):
+                raise VanishedDataError(
+                    f"{place}: missing, although the manifest names it; the data of rank {entry.rank} cannot be read"
+                ) from error
+            if error.errno == errno.EFBIG:
+                raise CorruptCheckpointError(f"{place}: longer than the manifest says ({entry.bytes} bytes)") from error
+            raise
+        self.parts[number] = await run_in_worker(_check_part, data, entry, place, self.root.checkpoint_id)
+
+
+def _check_part(data: bytes, entry: PartEntry, place: str, checkpoint_id: str) -> IndexPart:
+    if len(data) != entry.bytes or hashlib.sha256(data).hexdigest() != entry.sha256:
+        raise CorruptCheckpointError(
+            f"{place}: damaged (bytes 0-{len(data)} do not match the manifest's length and sha256); every key of rank "
+            f"{entry.rank} is affected"
+        )
+    part = decode_part(data, path=place)
+    if part.checkpoint_id != checkpoint_id or part.rank != entry.rank:
+        raise CorruptCheckpointError(f"{place}: belongs to another checkpoint or rank; was a file swapped?")
+    if int(part.frames.raw_starts[-1]) != entry.raw_bytes:
+        raise CorruptCheckpointError(f"{place}: its frames do not hold the {entry.raw_bytes} bytes the manifest says")
+    return part
+
+
+async def open_checkpoint(location: Location) -> OpenCheckpoint:
+    """Read the root of the checkpoint at ``location``."""
+    root = await read_root(location)
+    return await run_in_worker(OpenCheckpoint, location, root)
+
+
+def metadata_of(checkpoint: OpenCheckpoint) -> Metadata:
+    """What planners see of a checkpoint."""
+    root = checkpoint.root
+    plan = root.plan
+    entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    kinds = plan.tensors.kind.tolist()
+    dtypes = [TensorProperties(plan.dtypes[index]) for index in plan.tensors.dtype.tolist()]
+    starts = np.concatenate([[0], np.cumsum(plan.tensors.ndim, dtype=np.int64)]).tolist()
+    shape = plan.tensors.shape.tolist()
+    sizes = plan.chunks.sizes.tolist()
+    dimensions = checkpoint._dimension_starts.tolist()
+    for number, name in enumerate(plan.tensor_names):
+        if kinds[number]:
+            entries[name] = BytesStorageMetadata(_KIND_ENCODINGS[kinds[number]])
+            continue
+        chunks = tuple(
+            ChunkStorageMetadata(
+                checkpoint.chunk_offsets(chunk), tuple(sizes[dimensions[chunk] : dimensions[chunk + 1]])
+            )
+            for chunk in checkpoint.chunk_numbers(name)
+        )
+        size = tuple(shape[starts[number] : starts[number + 1]])
+        entries[name] = TensorStorageMetadata(dtypes[number], size, chunks)
+    entries.update(dict.fromkeys(plan.value_names, BytesStorageMetadata()))
+    mappings: Mapping[str, tuple[object, ...]] = tree_mappings(plan.tree)
+    return Metadata(
+        state_dict_metadata=entries,
+        planner_data=PlannerData(plan.tree, mappings),
+        storage_data={MetadataIndex(name): number for name, number in checkpoint._tensor_numbers.items()},
+        storage_meta=StorageMeta(checkpoint_id=checkpoint.place, save_id=root.checkpoint_id),
+        version=".".join(str(number) for number in root.version),
+    )

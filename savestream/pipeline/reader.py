@@ -1,0 +1,358 @@
+"""Executes the data side of a load: which frames are needed, in which ranges they are read, checked and placed."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Self
+
+import anyio
+import msgspec
+import numpy as np
+
+from savestream.arrays import HostArray, dtype_from_name
+from savestream.errors import CorruptCheckpointError, StorageError
+from savestream.events import RangeRead, notify
+from savestream.pipeline.buffers import PAGE_BYTES, Bytes, StagingBuffer, round_up
+from savestream.pipeline.codecs import RAW, FrameDecoder, digest
+from savestream.pipeline.limits import MAXIMUM_FRAME_BYTES
+from savestream.pipeline.manifest import Frames
+from savestream.pipeline.open_checkpoint import ChunkLocation, OpenCheckpoint, VanishedDataError
+from savestream.pipeline.placement import box_spans, place_elements
+from savestream.pipeline.sources import as_plain_elements
+from savestream.pipeline.stage_clock import StageClock
+from savestream.storage_backends.base import ObjectReader
+from savestream.threads import run_in_worker, stopping
+
+__all__ = ["Destination", "FrameRange", "destination", "plan_ranges", "preferred_range_bytes", "read_ranges"]
+
+_BOUNCE_BYTES = 4 * 1024 * 1024
+_DIRECT_FROM_BYTES = 1024 * 1024
+
+
+class Destination(msgspec.Struct, gc=False):
+    """A box of a stored chunk and the array that takes it.
+
+    ``array`` has the shape ``lengths``; ``direct`` is its memory as bytes where storage can read straight into it.
+    """
+
+    key: str
+    array: HostArray
+    chunk: ChunkLocation
+    dtype: np.dtype[Any]
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    whole: bool
+    direct: Bytes | None
+
+
+class FrameRange(msgspec.Struct, gc=False):
+    """Neighbouring frames of one object, read at once. ``direct`` is where their bytes belong, if they are raw."""
+
+    part: int
+    object_index: int
+    offset: int
+    nbytes: int
+    frames: list[int]
+    direct: Bytes | None = None
+
+
+def destination(
+    key: str, array: HostArray, chunk: ChunkLocation, offsets: tuple[int, ...], lengths: tuple[int, ...]
+) -> Destination:
+    """Describe where a box goes; ``array`` may have another dtype than the chunk, then elements are cast."""
+    stored = dtype_from_name(chunk.dtype)
+    same = array.dtype == stored and array.dtype.isnative == stored.isnative
+    if same:
+        array = as_plain_elements(array)
+    plain = np.dtype((np.void, stored.itemsize)) if same and stored.names is not None else stored
+    whole = lengths == chunk.sizes
+    contiguous = same and whole and array.flags.c_contiguous and array.nbytes > 0
+    memory = array.reshape(-1).view(np.uint8) if contiguous else None
+    aligned = memory is not None and memory.nbytes >= _DIRECT_FROM_BYTES and memory.ctypes.data % PAGE_BYTES == 0
+    return Destination(key, array, chunk, plain, offsets, lengths, whole, memory if aligned else None)
+
+
+def plan_ranges(
+    frames: Frames, part: int, targets: Sequence[Destination], *, range_bytes: int, gap_bytes: int
+) -> tuple[list[FrameRange], dict[int, list[int]]]:
+    """The ranges to read for one part, and which destinations each frame feeds."""
+    users: dict[int, list[int]] = {}
+    for number, target in enumerate(targets):
+        for first, last in _frame_spans(frames, target):
+            for frame in range(first, last):
+                users.setdefault(frame, []).append(number)
+    needed = sorted(users, key=lambda frame: (int(frames.object[frame]), int(frames.offset[frame])))
+    return _coalesce(frames, part, needed, users, targets, range_bytes, gap_bytes), users
+
+
+def _frame_spans(frames: Frames, target: Destination) -> Iterator[tuple[int, int]]:
+    """Runs of frames that hold the box; none twice."""
+    itemsize = dtype_from_name(target.chunk.dtype).itemsize
+    if target.whole:
+        spans: Iterator[tuple[int, int]] = iter([(0, target.chunk.nbytes)] if target.chunk.nbytes else [])
+    else:
+        spans = box_spans(target.chunk.sizes, target.offsets, target.lengths, itemsize)
+    seen = -1
+    for start, stop in spans:
+        base = target.chunk.raw_offset
+        first = int(np.searchsorted(frames.raw_starts, base + start, "right")) - 1
+        last = int(np.searchsorted(frames.raw_starts, base + stop, "left"))
+        yield max(first, seen), last
+        seen = max(seen, last)
+
+
+def _coalesce(
+    frames: Frames,
+    part: int,
+    needed: Sequence[int],
+    users: dict[int, list[int]],
+    targets: Sequence[Destination],
+    range_bytes: int,
+    gap_bytes: int,
+) -> list[FrameRange]:
+    ranges: list[FrameRange] = []
+    objects, offsets, lengths = frames.object.tolist(), frames.offset.tolist(), frames.stored_length.tolist()
+    codecs, raw_starts = frames.codec.tolist(), frames.raw_starts.tolist()
+    owner: int | None = None
+    for frame in needed:
+        numbers = users[frame]
+        direct = numbers[0] if len(numbers) == 1 and codecs[frame] == RAW else None
+        if direct is not None and (targets[direct].direct is None or offsets[frame] % PAGE_BYTES):
+            direct = None
+        current = ranges[-1] if ranges else None
+        if current is not None and current.object_index == objects[frame] and owner == direct:
+            gap = offsets[frame] - current.offset - current.nbytes
+            end = offsets[frame] + lengths[frame] - current.offset
+            if 0 <= gap <= (0 if direct is not None else gap_bytes) and end <= range_bytes:
+                current.frames.append(frame)
+                current.nbytes = end
+                continue
+        ranges.append(FrameRange(part, objects[frame], offsets[frame], lengths[frame], [frame]))
+        owner = direct
+        if direct is not None:
+            place = raw_starts[frame] - targets[direct].chunk.raw_offset
+            memory = targets[direct].direct
+            ranges[-1].direct = memory[place:] if memory is not None and place % PAGE_BYTES == 0 else None
+    return ranges
+
+
+class _RangeReader:
+    """Works through ranges; one object for each thread, since it owns a buffer and a decoder."""
+
+    def __init__(
+        self,
+        checkpoint: OpenCheckpoint,
+        targets: dict[int, tuple[Sequence[Destination], dict[int, list[int]]]],
+        clock: StageClock,
+        verify: bool,
+        on_problem: Callable[[CorruptCheckpointError], None] | None,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._targets = targets
+        self._clock = clock
+        self._verify = verify
+        self._on_problem = on_problem
+        self._decoder = FrameDecoder()
+        self._buffer: StagingBuffer | None = None
+        self._decoded: StagingBuffer | None = None
+
+    def window(self, piece: FrameRange, size_bytes: int) -> tuple[int, Bytes, Bytes]:
+        """Where to read: start, the memory to fill, and the part of it that is the range itself."""
+        if piece.direct is not None:
+            memory = piece.direct[: piece.nbytes]
+            return piece.offset, memory, memory
+        start = piece.offset // PAGE_BYTES * PAGE_BYTES
+        stop = min(round_up(piece.offset + piece.nbytes, PAGE_BYTES), size_bytes)
+        capacity = round_up(stop - start, PAGE_BYTES)
+        if self._buffer is None or len(self._buffer.data) < capacity:
+            self._buffer = StagingBuffer(max(capacity, _BOUNCE_BYTES + 2 * PAGE_BYTES))
+        memory = self._buffer.data[: stop - start]
+        return start, memory, memory[piece.offset - start : piece.offset - start + piece.nbytes]
+
+    def process(self, piece: FrameRange, data: Bytes) -> None:
+        """Check, decode and place the frames of a range that has been read."""
+        frames = self._checkpoint.parts[piece.part].frames
+        for frame in piece.frames:
+            start = int(frames.offset[frame]) - piece.offset
+            stored = data[start : start + int(frames.stored_length[frame])]
+            try:
+                self._process_frame(piece, frame, frames, stored)
+            except CorruptCheckpointError as error:
+                located = self._locate(piece, frame, frames, error)
+                if self._on_problem is None:
+                    raise located from error
+                self._on_problem(located)
+
+    def _process_frame(self, piece: FrameRange, frame: int, frames: Frames, stored: Bytes) -> None:
+        codec, length = int(frames.codec[frame]), int(frames.raw_length[frame])
+        if codec == RAW:
+            if self._verify and digest(stored) != frames.raw_digest[frame].tobytes():
+                raise CorruptCheckpointError("its digest does not match")
+            raw = stored
+        else:
+            raw = self._decode(frame, frames, stored, codec, length)
+        if piece.direct is None and self._on_problem is None:  # verification only checks
+            with self._clock.measure("place", frame, length):
+                self._place(piece.part, frame, int(frames.raw_starts[frame]), raw)
+
+    def _decode(self, frame: int, frames: Frames, stored: Bytes, codec: int, length: int) -> Bytes:
+        if length > MAXIMUM_FRAME_BYTES:
+            raise CorruptCheckpointError(f"it claims {length} bytes, more than any coded frame may hold")
+        if self._decoded is None or len(self._decoded.data) < length:
+            self._decoded = StagingBuffer(round_up(max(length, _BOUNCE_BYTES), PAGE_BYTES))
+        raw = self._decoded.data[:length]
+        width = int(frames.itemsize[frame])
+        with self._clock.measure("decode", frame, length):
+            if self._verify:
+                digests = frames.stored_digest[frame].tobytes(), frames.raw_digest[frame].tobytes()
+                self._decoder.decode_checked(stored, codec, width, length, raw, *digests)
+            else:
+                self._decoder.decode(stored, codec, width, length, raw)
+        return raw
+
+    def _place(self, part: int, frame: int, frame_start: int, raw: Bytes) -> None:
+        targets, users = self._targets[part]
+        frame_stop = frame_start + len(raw)
+        for number in users.get(frame, ()):
+            target = targets[number]
+            base = target.chunk.raw_offset
+            start, stop = max(frame_start, base), min(frame_stop, base + target.chunk.nbytes)
+            source = raw[start - frame_start : stop - frame_start].view(target.dtype)
+            itemsize = target.dtype.itemsize
+            place_elements(
+                source,
+                (start - base) // itemsize,
+                (stop - base) // itemsize,
+                target.chunk.sizes,
+                target.offsets,
+                target.lengths,
+                target.array,
+            )
+
+    def _locate(
+        self, piece: FrameRange, frame: int, frames: Frames, error: CorruptCheckpointError
+    ) -> CorruptCheckpointError:
+        start = int(frames.offset[frame])
+        stop = start + int(frames.stored_length[frame])
+        targets, users = self._targets[piece.part]
+        keys = sorted({targets[number].key for number in users.get(frame, ())})
+        shown = ", ".join(repr(key) for key in keys[:8]) + (f" and {len(keys) - 8} more" if len(keys) > 8 else "")
+        path = self._checkpoint.parts[piece.part].objects[piece.object_index].path
+        return CorruptCheckpointError(
+            f"{self._checkpoint.place}/{path}: bytes {start}-{stop} are damaged ({error}); keys affected: {shown}. A "
+            "target that was being filled has undefined content; load an earlier checkpoint, or the other keys alone"
+        )
+
+
+async def read_ranges(
+    checkpoint: OpenCheckpoint,
+    targets: dict[int, tuple[Sequence[Destination], dict[int, list[int]]]],
+    ranges: Sequence[FrameRange],
+    clock: StageClock,
+    *,
+    threads: int,
+    verify: bool,
+    on_problem: Callable[[CorruptCheckpointError], None] | None = None,
+) -> None:
+    """Read all ranges, concurrently. The first damage ends it, unless ``on_problem`` collects them."""
+    if not ranges:
+        return
+    stop = threading.Event()
+    async with _Readers(checkpoint, ranges) as readers:
+        pending = iter(ranges)
+        lock = threading.Lock()
+
+        def next_range() -> FrameRange | None:
+            with lock:
+                return None if stop.is_set() else next(pending, None)
+
+        blocking = checkpoint.location.backend.capabilities.blocking_io
+        async with stopping(stop) as group:
+            for _ in range(min(threads, len(ranges))):
+                worker = _RangeReader(checkpoint, targets, clock, verify, on_problem)
+                if blocking:
+                    group.start_soon(run_in_worker, _read_blocking, worker, readers, next_range, clock)
+                else:
+                    group.start_soon(_read_async, worker, readers, next_range, clock)
+
+
+class _Readers:
+    """The data objects that the ranges need, each opened once and checked against the length the part states."""
+
+    def __init__(self, checkpoint: OpenCheckpoint, ranges: Sequence[FrameRange]) -> None:
+        self._checkpoint = checkpoint
+        self._wanted = sorted({(piece.part, piece.object_index) for piece in ranges})
+        self._open: dict[tuple[int, int], ObjectReader] = {}
+
+    def of(self, piece: FrameRange) -> ObjectReader:
+        return self._open[piece.part, piece.object_index]
+
+    async def __aenter__(self) -> Self:
+        try:
+            for part, index in self._wanted:
+                self._open[part, index] = await self._open_one(part, index)
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def _open_one(self, part: int, index: int) -> ObjectReader:
+        entry = self._checkpoint.parts[part].objects[index]
+        place = f"{self._checkpoint.place}/{entry.path}"
+        path = self._checkpoint.object_path(part, index)
+        try:
+            reader = await self._checkpoint.location.backend.open_reader(path)
+        except StorageError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR):
+                raise VanishedDataError(f"{place}: missing, although the manifest names it") from error
+            raise
+        if reader.size_bytes < entry.bytes:
+            size = reader.size_bytes
+            await reader.close()
+            raise CorruptCheckpointError(f"{place}: truncated, {size} of {entry.bytes} bytes are there")
+        return reader
+
+    async def __aexit__(self, *error: object) -> None:
+        with anyio.CancelScope(shield=True):
+            for reader in self._open.values():
+                await reader.close()
+
+
+def _read_blocking(
+    worker: _RangeReader, readers: _Readers, next_range: Callable[[], FrameRange | None], clock: StageClock
+) -> None:
+    while (piece := next_range()) is not None:
+        reader = readers.of(piece)
+        started = time.perf_counter()
+        offset, memory, data = worker.window(piece, reader.size_bytes)
+        reader.read_into_blocking(offset, memory.data)
+        _report(clock, reader, piece, started)
+        worker.process(piece, data)
+
+
+async def _read_async(
+    worker: _RangeReader, readers: _Readers, next_range: Callable[[], FrameRange | None], clock: StageClock
+) -> None:
+    while (piece := next_range()) is not None:
+        reader = readers.of(piece)
+        started = time.perf_counter()
+        offset, memory, data = worker.window(piece, reader.size_bytes)
+        await reader.read_into(offset, memory.data)
+        _report(clock, reader, piece, started)
+        await run_in_worker(worker.process, piece, data)
+
+
+def _report(clock: StageClock, reader: ObjectReader, piece: FrameRange, started: float) -> None:
+    ended = time.perf_counter()
+    clock.add("read", piece.nbytes, ended - started)
+    if clock.observer is not None:
+        event = RangeRead(reader.path, piece.offset, piece.nbytes, started, ended, threading.get_ident())
+        notify(clock.observer, event)
+
+
+def preferred_range_bytes(blocking: bool, capability_bytes: int, direct: bool) -> int:
+    """Ranges that bounce stay small enough to remain in cache between digest and copy."""
+    return capability_bytes if direct or not blocking else min(capability_bytes, _BOUNCE_BYTES)

@@ -1,0 +1,466 @@
+"""One save from state to commit, as it runs on the engine."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import io
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Literal
+
+import anyio
+import msgspec
+import numpy as np
+import xxhash
+
+from savestream.arrays import HostArray, dtype_from_name, host_view, is_array
+from savestream.errors import (
+    CheckpointExistsError,
+    CorruptCheckpointError,
+    PlanError,
+    SavestreamError,
+    SaveTimeoutError,
+    StorageError,
+    UnsupportedFormatError,
+)
+from savestream.events import Observer, OperationFailed, SaveCommitted, SavePlanned, SaveStaged, Statistics, notify
+from savestream.pipeline.buffers import StagingPool
+from savestream.pipeline.codecs import CODECS
+from savestream.pipeline.commit import describe, discard, head_root, join_path, new_save_id, publish, read_root
+from savestream.pipeline.compiled_plan import CompiledPlan, compile_plan
+from savestream.pipeline.compression_choice import CompressionChooser
+from savestream.pipeline.coordination import Coordinator
+from savestream.pipeline.data_objects import DataObjects
+from savestream.pipeline.layout import FRAME_BYTES, plan_layout
+from savestream.pipeline.manifest import IndexPart, ObjectEntry, PartEntry, Root, encode_part, encode_root
+from savestream.pipeline.options import SaveOptions
+from savestream.pipeline.sources import ChunkSources, LiveSources, ResolvedSources
+from savestream.pipeline.stage_clock import StageClock
+from savestream.pipeline.staging import StagingQueue, group_blocks, lane_bytes, new_frames
+from savestream.pipeline.writer import RateLimit, fill_queue, write_queue
+from savestream.planners.base import SavePlanner
+from savestream.planners.cache import PlanCache
+from savestream.planners.default import DefaultSavePlanner
+from savestream.planners.metadata import StorageMeta
+from savestream.planners.plan import WriteItem
+from savestream.planners.values import encode_value
+from savestream.storage_backends import Location
+from savestream.storage_backends.base import ObjectInfo
+from savestream.threads import run_in_worker
+from savestream.version import __version__
+
+__all__ = ["CheckpointInfo", "Progress", "SaveRequest", "SaveTask"]
+
+STREAM_BLOCK_BYTES = 16 * 1024 * 1024
+STAGED_BLOCK_BYTES = 32 * 1024 * 1024
+_STAGING_THREADS = 2
+_LAYOUT_VERSION = b"layout-1"
+
+StageMode = Literal["stream", "eager", "lazy"]
+
+
+class CheckpointInfo(msgspec.Struct, frozen=True):
+    """A committed save.
+
+    Attributes
+    ----------
+    location
+        Path or URL that ``load`` takes.
+    save_id
+        The 128-bit id of this save, in hex.
+    step
+        The step it was saved under, if any.
+    statistics
+        What the save did and what limited it.
+    """
+
+    location: str
+    save_id: str
+    step: int | None
+    statistics: Statistics
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """How far a save is; bytes of array data before the codec. ``total_bytes`` is 0 until the plan is final."""
+
+    staged_bytes: int
+    written_bytes: int
+    total_bytes: int
+
+
+class SaveRequest(msgspec.Struct):
+    """The caller's arguments. ``state`` is dropped as soon as it is staged."""
+
+    state: Any
+    location: Location
+    options: SaveOptions
+    planner: SavePlanner | None
+    plan_cache: PlanCache | None
+    coordinator: Coordinator
+    metadata: object
+    metrics: Mapping[str, float] | None
+    step: int | None
+    overwrite: bool
+    observer: Observer | None
+
+
+class _Prepared(msgspec.Struct):
+    """A planned save: what runs, and the state's data that goes with it."""
+
+    planner: SavePlanner
+    compiled: CompiledPlan
+    sources: Callable[[], ChunkSources]
+    creates: bool
+    user: object
+    metrics: dict[str, object] | None
+    values: list[object]
+    fingerprint: bytes | None
+    from_cache: bool
+
+
+class SaveTask:
+    """Runs one save. ``milestone`` resolves when the state may be mutated, or (lazily staged) when it is planned."""
+
+    def __init__(self, request: SaveRequest, mode: StageMode) -> None:
+        self._request = request
+        self._mode = mode
+        self.milestone: Future[None] = Future()
+        self.staged: Future[None] = Future()
+        self._save_id = new_save_id()
+        self._clock = StageClock(request.observer)
+        self._queue: StagingQueue | None = None
+        self._final_progress = Progress(0, 0, 0)
+        self._staged_seconds: float | None = None
+
+    @property
+    def place(self) -> str:
+        return describe(self._request.location)
+
+    def progress(self) -> Progress:
+        """Safe from any thread."""
+        queue = self._queue
+        if queue is None:
+            return self._final_progress
+        return Progress(queue.staged_bytes, queue.written_bytes, queue.layout.raw_bytes)
+
+    async def run(self) -> CheckpointInfo:
+        """Save, or raise and leave nothing visible behind."""
+        timeout = self._request.options.timeout_seconds
+        try:
+            try:
+                with anyio.fail_after(timeout):
+                    return await self._run()
+            except TimeoutError as error:
+                if isinstance(error, SavestreamError):
+                    raise
+                raise SaveTimeoutError(
+                    f"{self.place}: the save took longer than timeout_seconds={timeout} and was abandoned; nothing "
+                    "became visible"
+                ) from error
+        except BaseException as error:
+            notify(self._request.observer, OperationFailed("save", self.place, repr(error)))
+            raise
+        finally:
+            self._final_progress = self.progress()
+            self._request.state = self._queue = None  # a handle that outlives the save keeps none of its memory
+
+    async def _run(self) -> CheckpointInfo:
+        request = self._request
+        replaces, superseded = await self._examine_destination()
+        prepared = await run_in_worker(self._prepare)
+        self._request.state = None
+        if self._mode == "lazy":
+            self.milestone.set_result(None)
+        raw_bytes = prepared.compiled.layout.raw_bytes
+        items = len(prepared.compiled.chunk_items) + len(prepared.compiled.value_items)
+        notify(request.observer, SavePlanned(self.place, items, raw_bytes, prepared.from_cache))
+        committing = False
+        try:
+            objects = await self._write_data(prepared)
+            with self._clock.measure("commit", 0, 0):
+                root = await self._write_index(prepared, objects)
+                committing = True
+                await publish(request.location, root, save_id=self._save_id, replaces=replaces, superseded=superseded)
+        except BaseException as error:
+            if not (committing and isinstance(error, StorageError) and error.outcome == "unknown"):
+                await self._discard()
+            raise
+        return self._committed(prepared)
+
+    async def _examine_destination(self) -> tuple[ObjectInfo | None, str | None]:
+        request = self._request
+        existing = await head_root(request.location)
+        if existing is None:
+            return None, None
+        if not request.overwrite:
+            raise CheckpointExistsError(
+                f"{self.place}: a checkpoint is already there; save elsewhere, or pass overwrite=True to replace it"
+            )
+        try:
+            return existing, (await read_root(request.location)).checkpoint_id
+        except (CorruptCheckpointError, UnsupportedFormatError):
+            return existing, None  # replaced all the same; data that a damaged root cannot name stays
+
+    def _prepare(self) -> _Prepared:
+        """Plan the save, or find that nothing changed since a cached plan. Runs in a worker thread."""
+        request = self._request
+        with self._clock.measure("plan", 0, 0):
+            planner = request.planner or DefaultSavePlanner(allow_pickle=request.options.allow_pickle)
+            meta = StorageMeta(checkpoint_id=self.place, save_id=self._save_id)
+            planner.set_up_planner(request.state, meta, True)
+            if isinstance(planner, DefaultSavePlanner):
+                planner.capture_values()
+            fingerprint = self._fingerprint(planner) if request.plan_cache is not None else None
+            cached = request.plan_cache.get(fingerprint) if request.plan_cache and fingerprint is not None else None
+            compiled = cached if isinstance(cached, CompiledPlan) else _plan(planner)
+            creates = not (isinstance(planner, DefaultSavePlanner) and planner.resolves_live_leaves)
+            return _Prepared(
+                planner=planner,
+                compiled=compiled,
+                sources=_make_sources(planner, compiled, creates),
+                creates=creates,
+                user=encode_value(request.metadata, "metadata"),
+                metrics=_check_metrics(request.metrics),
+                values=[_value(planner, item) for item in compiled.value_items],
+                fingerprint=fingerprint,
+                from_cache=cached is not None,
+            )
+
+    def _fingerprint(self, planner: SavePlanner) -> bytes | None:
+        own = planner.plan_fingerprint()
+        if own is None:
+            return None
+        coordinator = self._request.coordinator
+        ranks = f"{coordinator.rank}/{coordinator.world_size}".encode()
+        return xxhash.xxh3_128(b"\0".join([own, ranks, _LAYOUT_VERSION])).digest()
+
+    async def _write_data(self, prepared: _Prepared) -> list[ObjectEntry]:
+        request, options = self._request, self._request.options
+        objects = DataObjects(request.location.backend, self._object_path)
+        pool = options.staging_pool or StagingPool(options.staging_limit_bytes)
+        try:
+            if len(prepared.compiled.layout.frame_lengths):
+                await objects.open(-1)
+                await self._run_queue(prepared, objects, pool)
+            else:
+                self._mark_staged()
+            return await objects.finish()
+        except BaseException:
+            await objects.abort()
+            raise
+        finally:
+            if options.staging_pool is None:
+                pool.close()
+
+    async def _run_queue(self, prepared: _Prepared, objects: DataObjects, pool: StagingPool) -> None:
+        options = self._request.options
+        capabilities = self._request.location.backend.capabilities
+        encodes = options.compression != "none"
+        lanes = min(options.threads, max(capabilities.write_concurrency, 1))
+        limit = pool.limit_bytes
+        preferred = STREAM_BLOCK_BYTES if self._mode == "stream" else STAGED_BLOCK_BYTES
+        lanes, block_bytes = _fit(prepared.compiled, lanes, preferred, limit, encodes)
+        blocks = prepared.compiled.blocks(block_bytes)
+        lanes = min(lanes, len(blocks))
+        layout = prepared.compiled.layout
+        queue = self._queue = StagingQueue(
+            layout=layout,
+            blocks=blocks,
+            units=group_blocks(blocks, by_chunk=prepared.creates),
+            make_sources=prepared.sources,
+            pool=pool,
+            chooser=CompressionChooser(options.compression, lanes=lanes),
+            encodes=encodes,
+            minimum_extent_bytes=capabilities.minimum_extent_bytes,
+            clock=self._clock,
+            on_staged=self._mark_staged,
+        )
+        created = _created_bytes(prepared, blocks)
+        per_lane = lane_bytes(blocks, layout, encodes=encodes) + created
+        output = per_lane - max(block.buffer_bytes for block in blocks)
+        whole = sum(block.buffer_bytes for block in blocks) + lanes * output
+        rate = RateLimit(options.write_bytes_per_second)
+        blocking = capabilities.blocking_io
+        try:
+            if self._mode != "stream" and whole + _STAGING_THREADS * created <= limit:
+                async with pool.reserve(whole):
+                    threads = min(_STAGING_THREADS, options.threads)
+                    await fill_queue(queue, threads=threads, switch_interval_seconds=options.switch_interval_seconds)
+                    prepared.sources = queue.make_sources = _no_sources
+                    await write_queue(queue, objects, lanes=lanes, rate=rate, blocking_io=blocking, reserve_bytes=0)
+            else:
+                await write_queue(queue, objects, lanes=lanes, rate=rate, blocking_io=blocking, reserve_bytes=per_lane)
+        finally:
+            queue.drop_filled()
+
+    def _mark_staged(self) -> None:
+        self._staged_seconds = self._clock.elapsed_seconds
+        for future in (self.staged, self.milestone):
+            if not future.done():
+                future.set_result(None)
+        notify(self._request.observer, SaveStaged(self.place, self._staged_seconds))
+
+    def _object_path(self, number: int) -> str:
+        return join_path(self._request.location.path, self._relative(f"-{number:04d}.bin"))
+
+    def _relative(self, suffix: str) -> str:
+        return f"{self._save_id}/r{self._request.coordinator.rank:05d}{suffix}"
+
+    async def _write_index(self, prepared: _Prepared, objects: Sequence[ObjectEntry]) -> bytes:
+        """Put this rank's index part and return the root that commits it."""
+        location = self._request.location
+        part = await run_in_worker(self._encode_part, objects)
+        path = self._relative(".index.json")
+        await location.backend.put(join_path(location.path, path), part)
+        return await run_in_worker(self._encode_root, prepared, part, path)
+
+    def _encode_part(self, objects: Sequence[ObjectEntry]) -> bytes:
+        frames = self._queue.frames if self._queue is not None else new_frames(plan_layout([]))
+        prefix = join_path(self._request.location.path, "")
+        relative = [ObjectEntry(path=entry.path.removeprefix(prefix), bytes=entry.bytes) for entry in objects]
+        part = IndexPart(
+            checkpoint_id=self._save_id,
+            rank=self._request.coordinator.rank,
+            values=[],
+            objects=relative,
+            frames=frames,
+        )
+        return encode_part(part)
+
+    def _encode_root(self, prepared: _Prepared, part: bytes, path: str) -> bytes:
+        request = self._request
+        entry = PartEntry(
+            rank=request.coordinator.rank,
+            path=path,
+            bytes=len(part),
+            raw_bytes=prepared.compiled.layout.raw_bytes,
+            sha256=hashlib.sha256(part).hexdigest(),
+        )
+        root = Root(
+            checkpoint_id=self._save_id,
+            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
+            writer=f"savestream {__version__}",
+            step=request.step,
+            metrics=prepared.metrics,
+            user=prepared.user,
+            world_size=request.coordinator.world_size,
+            fingerprint=prepared.fingerprint.hex() if prepared.fingerprint is not None else "",
+            codecs=list(CODECS),
+            parts=[entry],
+            values=prepared.values,
+        )
+        return encode_root(root, prepared.compiled.section)
+
+    async def _discard(self) -> None:
+        with anyio.CancelScope(shield=True):
+            try:
+                await discard(self._request.location, self._save_id)
+            except StorageError:
+                return  # best effort: what is left bears this save's id alone, and a later sweep removes it
+
+    def _committed(self, prepared: _Prepared) -> CheckpointInfo:
+        request = self._request
+        if isinstance(prepared.planner, DefaultSavePlanner):
+            prepared.planner.commit_plan()
+        if request.plan_cache is not None and prepared.fingerprint is not None:
+            request.plan_cache.put(prepared.fingerprint, prepared.compiled)
+        queue = self._queue
+        statistics = Statistics(
+            stages=self._clock.snapshot(),
+            total_seconds=self._clock.elapsed_seconds,
+            staged_seconds=self._staged_seconds,
+            raw_bytes=prepared.compiled.layout.raw_bytes,
+            stored_bytes=queue.stored_bytes if queue is not None else 0,
+            plan_cached=prepared.from_cache,
+            compression_choice=queue.chooser.explain() if queue is not None else "nothing to compress",
+        )
+        notify(request.observer, SaveCommitted(self.place, self._save_id, statistics))
+        return CheckpointInfo(self.place, self._save_id, request.step, statistics)
+
+
+def _check_metrics(metrics: Mapping[str, float] | None) -> dict[str, object] | None:
+    if metrics is None:
+        return None
+    for name, value in metrics.items():
+        if not isinstance(name, str) or isinstance(value, bool) or not isinstance(value, int | float):
+            raise PlanError(f"metrics[{name!r}]={value!r}: metrics map names to numbers; use float(value)")
+    return {name: encode_value(float(value), f"metrics.{name}") for name, value in metrics.items()}
+
+
+def _plan(planner: SavePlanner) -> CompiledPlan:
+    plans, metadata = planner.create_global_plan([planner.create_local_plan()])
+    return compile_plan(planner.finish_plan(plans[0]), metadata)
+
+
+def _value(planner: SavePlanner, item: WriteItem) -> object:
+    data = planner.resolve_data(item)
+    if not isinstance(data, io.BytesIO):
+        raise PlanError(f"{item.index.fqn}: the planner resolved a value to {type(data).__qualname__}, not io.BytesIO")
+    return msgspec.Raw(data.getvalue())
+
+
+def _make_sources(planner: SavePlanner, compiled: CompiledPlan, creates: bool) -> Callable[[], ChunkSources]:
+    if creates:
+        return lambda: ResolvedSources(lambda chunk: _resolve(planner, compiled.chunk_items[chunk]))
+    assert isinstance(planner, DefaultSavePlanner)  # noqa: S101 - the only planner that resolves live leaves
+    live = planner.resolve_items(compiled.chunk_items[: compiled.opaque_from])
+    opaque = [_resolve(planner, item) for item in compiled.chunk_items[compiled.opaque_from :]]
+    sources = LiveSources([*live, *opaque])
+    return lambda: sources
+
+
+def _resolve(planner: SavePlanner, item: WriteItem) -> HostArray:
+    """What a planner makes of an item, checked against what the plan says of it."""
+    made = planner.resolve_data(item)
+    key = item.index.fqn
+    if item.tensor_data is None:
+        if not isinstance(made, io.BytesIO):
+            raise PlanError(f"{key}: the planner resolved bytes to {type(made).__qualname__}, not io.BytesIO")
+        data = np.frombuffer(made.getbuffer(), np.uint8)
+        if data.nbytes != item.chunk_nbytes:
+            raise PlanError(f"{key}: the planner planned {item.chunk_nbytes} bytes and resolved {data.nbytes}")
+        return data
+    if not is_array(made):
+        raise PlanError(f"{key}: the planner resolved an array to {type(made).__qualname__}")
+    array = host_view(made)
+    dtype, sizes = dtype_from_name(item.tensor_data.properties.dtype), item.tensor_data.chunk.sizes
+    if array.dtype != dtype or array.shape != sizes:
+        raise PlanError(
+            f"{key}: the planner planned {dtype} of shape {sizes} and resolved {array.dtype} of shape {array.shape}; "
+            "change the item's tensor_data together with resolve_data"
+        )
+    return array
+
+
+def _no_sources() -> ChunkSources:
+    return ChunkSources()
+
+
+def _fit(compiled: CompiledPlan, lanes: int, block_bytes: int, limit: int, encodes: bool) -> tuple[int, int]:
+    """Lanes and block size that the budget allows; below the smallest of both a save runs alone in the budget."""
+    while True:
+        blocks = compiled.blocks(block_bytes)
+        each = lane_bytes(blocks, compiled.layout, encodes=encodes)
+        if lanes * each <= limit or (lanes == 1 and block_bytes <= FRAME_BYTES):
+            return lanes, block_bytes
+        if lanes > 1 and (lanes - 1) * each <= limit:
+            lanes -= 1
+        elif block_bytes > FRAME_BYTES:
+            block_bytes //= 2
+        else:
+            lanes -= 1
+
+
+def _created_bytes(prepared: _Prepared, blocks: Sequence[Any]) -> int:
+    """The most that one lane's planner-made chunks hold at once."""
+    if not prepared.creates:
+        return 0
+    items, order = prepared.compiled.chunk_items, prepared.compiled.layout.order.tolist()
+    largest = 0
+    for block in blocks:
+        chunks: set[int] = set()
+        for piece in block.pieces:
+            chunks.update([piece.chunk] if hasattr(piece, "chunk") else order[piece.first : piece.last])
+        largest = max(largest, sum(items[chunk].chunk_nbytes for chunk in chunks))
+    return largest

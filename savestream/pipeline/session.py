@@ -1,0 +1,320 @@
+"""The awaitable API: every function hands its work to the engine and awaits it from the caller's loop."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias, TypeVar
+
+from savestream.arrays import HostArray
+from savestream.errors import PlanError
+from savestream.events import Observer
+from savestream.pipeline.commit import CheckpointEntry, delete_checkpoint, find_checkpoints, head_root
+from savestream.pipeline.coordination import Coordinator, choose_coordinator
+from savestream.pipeline.engine import call, current_engine, require_asyncio
+from savestream.pipeline.handle import SaveHandle
+from savestream.pipeline.inspection import CheckpointManifest, inspect_checkpoint
+from savestream.pipeline.iteration import Runner, iterate_arrays
+from savestream.pipeline.load_task import LoadRequest, LoadTask
+from savestream.pipeline.options import LoadOptions, SaveOptions
+from savestream.pipeline.save_task import CheckpointInfo, SaveRequest, SaveTask
+from savestream.pipeline.verification import VerifyReport, verify_checkpoint
+from savestream.planners.base import LoadPlanner, SavePlanner
+from savestream.planners.cache import PlanCache
+from savestream.storage_backends import Place, resolve_location
+
+__all__ = [
+    "Keys",
+    "delete",
+    "exists",
+    "iter_arrays",
+    "list_checkpoints",
+    "load",
+    "read_manifest",
+    "save",
+    "start_save",
+    "verify",
+]
+
+Keys: TypeAlias = str | Sequence[str | tuple[object, ...]]
+
+Result = TypeVar("Result")
+
+
+async def save(
+    state: Any,  # any supported tree
+    dest: Place,
+    *,
+    options: SaveOptions | None = None,
+    planner: SavePlanner | None = None,
+    plan_cache: PlanCache | None = None,
+    coordinator: Coordinator | None = None,
+    metadata: object = None,
+    overwrite: bool = False,
+    observer: Observer | None = None,
+    step: int | None = None,
+    metrics: Mapping[str, float] | None = None,
+) -> CheckpointInfo:
+    """Save a state; on return it is durable and visible.
+
+    Parameters
+    ----------
+    state
+        Nested containers of arrays and Python values. It must not change until the call returns; for that, see
+        :func:`start_save`.
+    dest
+        The checkpoint's place: a path, a ``file://`` or ``memory://`` URL, or ``(backend, path)``.
+    options
+        Compression, memory, threads, limits.
+    planner
+        Decides what is written under which name; default :class:`~savestream.DefaultSavePlanner`.
+    plan_cache
+        Keeps plans between saves, so that an unchanged state is not planned again.
+    coordinator
+        How ranks agree; default: this process alone.
+    metadata, step, metrics
+        Plain data of the caller's that the manifest carries.
+    overwrite
+        Replace a committed checkpoint at ``dest``; the old one stays loadable until the new one is durable.
+    observer
+        Called with events while the save runs, on savestream's threads.
+
+    Returns
+    -------
+    CheckpointInfo
+        Where it is, and statistics that say what limited the save.
+
+    Raises
+    ------
+    CheckpointExistsError
+        ``dest`` holds a checkpoint and ``overwrite`` is False; checked before anything is staged.
+    PlanError, UnsafeObjectError
+        The state cannot be saved; nothing was written.
+    StorageError
+        Storage failed; ``errno`` is kept, and what was written is removed.
+    SaveTimeoutError
+        ``SaveOptions(timeout_seconds=)`` is over.
+
+    Notes
+    -----
+    Cancelling the call cancels the save: it removes what it wrote, and only then is the cancellation delivered. Once
+    the commit has been sent it can no longer be cancelled.
+    """
+    request = _save_request(
+        state, dest, options, planner, plan_cache, coordinator, metadata, overwrite, observer, step, metrics
+    )
+    return await call(SaveTask(request, "stream").run, "save")
+
+
+async def start_save(
+    state: Any,  # any supported tree
+    dest: Place,
+    *,
+    stage: Literal["eager", "lazy"] = "eager",
+    options: SaveOptions | None = None,
+    planner: SavePlanner | None = None,
+    plan_cache: PlanCache | None = None,
+    coordinator: Coordinator | None = None,
+    metadata: object = None,
+    overwrite: bool = False,
+    observer: Observer | None = None,
+    step: int | None = None,
+    metrics: Mapping[str, float] | None = None,
+) -> SaveHandle:
+    """Start a save that goes on in the background; returns when the state may be mutated.
+
+    Takes what :func:`save` takes.
+
+    Parameters
+    ----------
+    stage
+        ``"eager"``: return when everything is copied. ``"lazy"``: return when the save is planned and Python values are
+        captured; arrays must stay as they are until ``await handle.staged()``.
+
+    Returns
+    -------
+    SaveHandle
+        ``await handle`` is the durable result, or raises the background error.
+
+    Notes
+    -----
+    The stall is one copy of the state into staging memory where ``SaveOptions(memory_budget_bytes=)`` holds it all;
+    otherwise the state is staged as fast as it can be written. Errors found before the state is staged are raised here,
+    later ones by the handle. Cancelling this call cancels the save.
+    """
+    if stage not in ("eager", "lazy"):
+        raise PlanError(f"stage={stage!r}: use 'eager' or 'lazy'")
+    request = _save_request(
+        state, dest, options, planner, plan_cache, coordinator, metadata, overwrite, observer, step, metrics
+    )
+    require_asyncio()
+    task = SaveTask(request, stage)
+    handle = SaveHandle(task, current_engine().submit(task.run, "save"))
+    del state, request
+    await handle.reach(task.milestone)
+    return handle
+
+
+def _save_request(
+    state: object,
+    dest: Place,
+    options: SaveOptions | None,
+    planner: SavePlanner | None,
+    plan_cache: PlanCache | None,
+    coordinator: Coordinator | None,
+    metadata: object,
+    overwrite: bool,
+    observer: Observer | None,
+    step: int | None,
+    metrics: Mapping[str, float] | None,
+) -> SaveRequest:
+    if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
+        raise PlanError(f"step={step!r}: must be a non-negative integer")
+    return SaveRequest(
+        state=state,
+        location=resolve_location(dest),
+        options=options or SaveOptions(),
+        planner=planner,
+        plan_cache=plan_cache,
+        coordinator=choose_coordinator(coordinator),
+        metadata=metadata,
+        metrics=metrics,
+        step=step,
+        overwrite=overwrite,
+        observer=observer,
+    )
+
+
+async def load(
+    src: Place,
+    target: Any = None,  # any supported tree
+    *,
+    keys: Keys | None = None,
+    strict: bool = True,
+    cast: bool = False,
+    framework: str = "numpy",
+    options: LoadOptions | None = None,
+    planner: LoadPlanner | None = None,
+    coordinator: Coordinator | None = None,
+    observer: Observer | None = None,
+) -> Any:
+    """Load a checkpoint.
+
+    Parameters
+    ----------
+    src
+        The checkpoint's place, as for :func:`save`.
+    target
+        A tree to fill: arrays are filled in place and keep their identity, other leaves are replaced. Without one, a
+        new tree with the saved structure is made.
+    keys
+        Load only these: a key or a list of keys. A key selects itself and all beneath it: ``"params"`` selects
+        ``params.w`` but not ``params2``. A tuple is a path of raw keys.
+    strict
+        With False, keys that only one side has are allowed; shapes must agree all the same.
+    cast
+        Allow another dtype in the target; values are converted as ``numpy.ndarray.astype`` does.
+    framework
+        What arrays become without a target; this version knows ``"numpy"``.
+
+    Returns
+    -------
+    object
+        The tree: the target itself (rebuilt where it holds tuples), or a new one.
+
+    Raises
+    ------
+    CheckpointNotFoundError
+        Nothing is committed at ``src``.
+    LoadMismatchError
+        Checkpoint and target differ; lists everything, and nothing was touched.
+    CorruptCheckpointError
+        Data or manifest are damaged. A target that was being filled has undefined content.
+    UnsafeObjectError
+        The checkpoint holds pickled objects and ``LoadOptions(allow_pickle=True)`` is not given.
+    """
+    choose_coordinator(coordinator)
+    if framework != "numpy":
+        raise PlanError(f"framework={framework!r}: this version makes numpy arrays; use framework='numpy' or a target")
+    request = LoadRequest(
+        location=resolve_location(src),
+        target=target,
+        keys=_key_list(keys),
+        strict=strict,
+        cast=cast,
+        options=options or LoadOptions(),
+        planner=planner,
+        observer=observer,
+    )
+    return await call(LoadTask(request).run, "load")
+
+
+def _key_list(keys: Keys | None) -> Sequence[str | tuple[object, ...]] | None:
+    if keys is None:
+        return None
+    if isinstance(keys, str):
+        return [keys]
+    found = list(keys)
+    for key in found:
+        if not isinstance(key, str | tuple):
+            raise PlanError(f"keys holds {key!r}: a key is a string such as 'model.w', or a tuple of raw keys")
+    return found
+
+
+async def read_manifest(src: Place) -> CheckpointManifest:
+    """What a checkpoint holds, without reading array data: names, shapes, dtypes, values, sizes, step, metadata."""
+    location = resolve_location(src)
+    return await call(lambda: inspect_checkpoint(location), "read_manifest")
+
+
+async def exists(src: Place) -> bool:
+    """Whether a checkpoint is committed at ``src``."""
+    location = resolve_location(src)
+    return await call(lambda: head_root(location), "exists") is not None
+
+
+async def list_checkpoints(root: Place) -> list[CheckpointEntry]:
+    """The committed checkpoints directly beneath ``root``, by step number, then by name; the newest step is last."""
+    location = resolve_location(root)
+    return await call(lambda: find_checkpoints(location), "list_checkpoints")
+
+
+async def delete(src: Place) -> None:
+    """Delete a checkpoint: it stops existing first, then its data goes. Nothing that is not its own is removed.
+
+    Raises
+    ------
+    CheckpointNotFoundError
+        Nothing is committed there.
+    UnsupportedFormatError
+        A newer savestream wrote it; it is left alone.
+    """
+    location = resolve_location(src)
+    await call(lambda: delete_checkpoint(location), "delete")
+
+
+async def verify(src: Place, *, options: LoadOptions | None = None, observer: Observer | None = None) -> VerifyReport:
+    """Read a whole checkpoint and check every digest.
+
+    Raises
+    ------
+    CorruptCheckpointError
+        Something is damaged; ``problems`` lists every damaged range with the keys it affects.
+    """
+    location = resolve_location(src)
+    return await call(lambda: verify_checkpoint(location, options or LoadOptions(), observer), "verify")
+
+
+def iter_arrays(
+    src: Place, *, keys: Keys | None = None, options: LoadOptions | None = None
+) -> AsyncIterator[tuple[str, HostArray]]:
+    """Iterate over ``(key, array)`` in stored order with little memory: for checkpoints larger than RAM.
+
+    At most 64 MiB of small arrays, or one large array, are held at once.
+    """
+    location = resolve_location(src)
+    return iterate_arrays(location, _key_list(keys), options or LoadOptions(), _EngineRunner())
+
+
+class _EngineRunner(Runner):
+    async def __call__(self, step: Callable[[], Awaitable[Result]]) -> Result:
+        return await call(step, "iter_arrays")
