@@ -55,7 +55,12 @@ def _replicated_items(plans: Sequence[SavePlan]) -> dict[MetadataIndex, dict[int
         for item in plan.items:
             if _may_repeat(item):
                 held.setdefault(item.index, {}).setdefault(rank, item)
-    return {index: ranks for index, ranks in held.items() if len(ranks) > 1}
+    return {index: ranks for index, ranks in held.items() if len(ranks) > 1 and _agree(list(ranks.values()))}
+
+
+def _agree(items: Sequence[WriteItem]) -> bool:
+    """Whether all ranks plan the same; what differs is left for the validation to refuse."""
+    return all(item.tensor_data == items[0].tensor_data for item in items)
 
 
 def _lowest(holders: dict[MetadataIndex, dict[int, WriteItem]]) -> dict[MetadataIndex, int]:

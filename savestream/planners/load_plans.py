@@ -8,7 +8,7 @@ from savestream.errors import CorruptCheckpointError
 from savestream.planners.geometry import match_boxes
 from savestream.planners.metadata import ChunkStorageMetadata, MetadataIndex, Shape, TensorStorageMetadata
 from savestream.planners.plan import LoadItemType, LoadPlan, ReadItem
-from savestream.planners.validation import check_chunks
+from savestream.planners.validation import check_chunks, is_whole
 
 __all__ = ["create_default_global_load_plan", "create_read_items", "same_storage", "value_read_item"]
 
@@ -26,7 +26,7 @@ def create_read_items(
         The stored chunks overlap or leave elements out.
     """
     chunks = entry.chunks
-    if len(chunks) == 1 and len(wanted) == 1 and chunks[0] == wanted[0] and chunks[0].sizes == entry.size:
+    if len(chunks) == 1 and len(wanted) == 1 and chunks[0] == wanted[0] and is_whole(chunks[0], entry.size):
         if 0 in entry.size:
             return []
         box = chunks[0]

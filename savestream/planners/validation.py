@@ -15,7 +15,7 @@ from savestream.planners.metadata import (
 )
 from savestream.planners.plan import SavePlan, WriteItem
 
-__all__ = ["check_chunks", "check_global_plan", "validate_global_plan"]
+__all__ = ["check_chunks", "check_global_plan", "is_whole", "validate_global_plan"]
 
 _MAXIMUM_MESSAGE_LENGTH = 2000
 _LARGEST_SIZE = 1 << 62
@@ -89,6 +89,15 @@ def _box(chunk: ChunkStorageMetadata) -> tuple[Shape, Shape]:
     return (chunk.offsets, chunk.sizes)
 
 
+def is_whole(chunk: ChunkStorageMetadata, size: Shape) -> bool:
+    """Whether a chunk is all of a possible array."""
+    return chunk.sizes == size and chunk.offsets == (0,) * len(size) and _is_possible(size)
+
+
+def _is_possible(size: Shape) -> bool:
+    return not size or (min(size) >= 0 and max(size) < _LARGEST_SIZE)
+
+
 def check_chunks(
     name: str,
     size: Shape,
@@ -106,14 +115,9 @@ def check_chunks(
     ranks
         Who holds each box ``(offsets, sizes)``, for messages.
     """
-    if (
-        len(chunks) == 1
-        and chunks[0].sizes == size
-        and chunks[0].offsets == (0,) * len(size)
-        and min(size, default=0) >= 0
-    ):
+    if len(chunks) == 1 and is_whole(chunks[0], size):
         return []
-    if any(not 0 <= dimension < _LARGEST_SIZE for dimension in size):
+    if not _is_possible(size):
         return [f"{name}: the shape {size} is impossible"]
 
     def show(chunk: ChunkStorageMetadata) -> str:
