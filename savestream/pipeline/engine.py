@@ -3,11 +3,15 @@
 A trainer that computes on its own loop does not stall the save, a closed loop of the caller's drops nothing, and the
 blocking form needs no second implementation. The thread starts with the first operation. When the main thread ends, the
 engine lets running operations finish within a deadline, then cancels them, and says so.
+
+The loop is fed by ``call_soon_threadsafe``, not through anyio's BlockingPortal: its ``start_task_soon`` waits for the
+portal's loop, which would block the caller's.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import threading
@@ -17,7 +21,7 @@ from concurrent.futures import wait as wait_for_futures
 from typing import Any, Generic, TypeVar
 
 import anyio
-from anyio.from_thread import BlockingPortal
+from anyio.abc import TaskGroup
 
 from savestream.errors import UsageError
 
@@ -83,13 +87,13 @@ class Engine:
 
     def __init__(self) -> None:
         self.process_id = os.getpid()
-        self._ready: Future[BlockingPortal] = Future()
+        self._ready: Future[tuple[asyncio.AbstractEventLoop, TaskGroup, anyio.Event]] = Future()
         self._operations: set[Future[Any]] = set()
         self._lock = threading.Lock()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="savestream-engine", daemon=True)
         self._thread.start()
-        self._portal = self._ready.result()
+        self._loop, self._group, self._stop = self._ready.result()
         # Not a daemon: it wakes when the main thread ends, before the interpreter waits for worker threads.
         threading.Thread(target=self._close_after_main_thread, name="savestream-exit").start()
 
@@ -102,9 +106,11 @@ class Engine:
             raise
 
     async def _serve(self) -> None:
-        async with BlockingPortal() as portal:
-            self._ready.set_result(portal)
-            await portal.sleep_until_stopped()
+        async with anyio.create_task_group() as group:
+            stop = anyio.Event()
+            self._ready.set_result((asyncio.get_running_loop(), group, stop))
+            await stop.wait()
+            group.cancel_scope.cancel()
 
     @property
     def is_current_thread(self) -> bool:
@@ -119,13 +125,13 @@ class Engine:
                 raise UsageError("the interpreter is shutting down; savestream starts nothing new")
             self._operations.add(operation.future)
         operation.future.add_done_callback(self._operations.discard)
-        self._portal.start_task_soon(operation.run, function)
+        self.post(functools.partial(self._group.start_soon, operation.run, function))
         return operation
 
     def post(self, function: Callable[[], object]) -> None:
         """Run a quick function on the engine's loop, without waiting."""
         if self._thread.is_alive():
-            self._portal.start_task_soon(function)
+            self._loop.call_soon_threadsafe(function)
 
     def _close_after_main_thread(self) -> None:
         threading.main_thread().join()
@@ -139,7 +145,7 @@ class Engine:
             _, late = wait_for_futures(running, EXIT_DEADLINE_SECONDS)
             if late:
                 logger.error("interpreter exit: %d operation(s) did not finish in time and are cancelled", len(late))
-        self._portal.start_task_soon(self._portal.stop, True)
+        self.post(self._stop.set)
         self._thread.join(_CANCEL_DEADLINE_SECONDS)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import anyio
 import msgspec
@@ -152,6 +152,25 @@ def _check_part(data: bytes, entry: PartEntry, place: str, checkpoint_id: str) -
     return part
 
 
+class _ChunkPlaces(Mapping[MetadataIndex, tuple[int, int]]):
+    """Where each chunk lies, looked up when asked; leaves that were the same memory have equal places."""
+
+    def __init__(self, checkpoint: OpenCheckpoint) -> None:
+        self._checkpoint = checkpoint
+
+    def __getitem__(self, index: MetadataIndex) -> tuple[int, int]:
+        chunk = self._checkpoint.chunk_location(index.fqn, index.offset)
+        return chunk.part, chunk.raw_offset
+
+    def __iter__(self) -> Iterator[MetadataIndex]:
+        for name in self._checkpoint.root.plan.tensor_names:
+            for number in self._checkpoint.chunk_numbers(name):
+                yield MetadataIndex(name, self._checkpoint.chunk_offsets(number))
+
+    def __len__(self) -> int:
+        return len(self._checkpoint.root.plan.chunks.part)
+
+
 async def open_checkpoint(location: Location) -> OpenCheckpoint:
     """Read the root of the checkpoint at ``location``."""
     root = await read_root(location)
@@ -186,7 +205,7 @@ def metadata_of(checkpoint: OpenCheckpoint) -> Metadata:
     return Metadata(
         state_dict_metadata=entries,
         planner_data=PlannerData(plan.tree, mappings),
-        storage_data={MetadataIndex(name): number for name, number in checkpoint._tensor_numbers.items()},
+        storage_data=_ChunkPlaces(checkpoint),
         storage_meta=StorageMeta(checkpoint_id=checkpoint.place, save_id=root.checkpoint_id),
         version=".".join(str(number) for number in root.version),
     )
