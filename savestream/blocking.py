@@ -1,8 +1,8 @@
 """The same functions for code without an event loop: each blocks until the engine has done the work.
 
 ``savestream.blocking.save(...)`` is ``await savestream.save(...)``, and so on; parameters, results and errors are those
-of the async function. ``start_save`` returns the same :class:`~savestream.SaveHandle`; ask it with ``wait_staged()`` and
-``result()``. An interrupt (Ctrl-C) cancels the work, waits for its clean-up, and is raised then.
+of the async function. ``start_save`` returns the same :class:`~savestream.SaveHandle`; ask it with ``wait_staged()``
+and ``result()``. An interrupt (Ctrl-C) cancels the work, waits for its clean-up, and is raised then.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import savestream
-from savestream.errors import UsageError
 
 __all__ = [
     "delete",
@@ -36,7 +35,7 @@ def _refuse_inside_loop(name: str) -> None:
         asyncio.get_running_loop()
     except RuntimeError:
         return
-    raise UsageError(
+    raise savestream.UsageError(
         f"savestream.blocking.{name} was called inside a running event loop, which it would block; "
         f"use 'await savestream.{name}(...)' there"
     )

@@ -43,7 +43,7 @@ class SingleProcessCoordinator(Coordinator):
     async def get(self, key: str, timeout_seconds: float) -> bytes:
         if key not in self._values:
             raise CoordinationError(
-                f"nothing was put under {key!r}, and waiting {timeout_seconds} s for another rank is of no use: none exists"
+                f"nothing was put under {key!r}; waiting {timeout_seconds} s would not help, as there is no other rank"
             )
         return self._values[key]
 

@@ -116,11 +116,11 @@ class SaveHandle:
         except asyncio.CancelledError:
             if not self.done():
                 self.cancel()
-                await wait_future_quietly(self._operation)
+                await _wait_out(self._operation)
             raise
 
 
-async def wait_future_quietly(operation: Operation[CheckpointInfo]) -> None:
+async def _wait_out(operation: Operation[CheckpointInfo]) -> None:
     """Wait for the end of an operation that is being cancelled, whatever it is."""
     waiter = asyncio.wrap_future(operation.future)
     while not waiter.done():

@@ -98,7 +98,7 @@ class PackedPiece(msgspec.Struct, frozen=True, gc=False):
 
 
 class Block(msgspec.Struct, frozen=True):
-    """Frames ``first_frame:last_frame`` in one buffer of ``buffer_bytes``; ``positions`` has where each frame begins."""
+    """Frames ``first_frame:last_frame`` in one buffer of ``buffer_bytes``; ``positions`` says where each begins."""
 
     first_frame: int
     last_frame: int
