@@ -154,11 +154,14 @@ def find_shard(leaf: Any, index: MetadataIndex) -> int:
             return 0
         raise PlanError(f"{index.fqn}: the leaf has {len(offsets)} shards, so an offset is needed to name one")
     hint = index.index
-    if hint is not None and 0 <= hint < len(offsets) and tuple(offsets[hint]) == index.offset:
-        return hint
-    for position, offset in enumerate(offsets):
-        if tuple(offset) == index.offset:
-            return position
+    places = range(len(offsets)) if hint is None or not 0 <= hint < len(offsets) else (hint, *range(len(offsets)))
+    found = [place for place in places if tuple(offsets[place]) == index.offset]
+    # An empty box may start where another one does.
+    for place in found:
+        if 0 not in leaf.local_sizes[place]:
+            return place
+    if found:
+        return found[0]
     raise PlanError(f"{index.fqn}: no shard starts at {index.offset}")
 
 

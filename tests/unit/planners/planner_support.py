@@ -86,6 +86,8 @@ def same(first: Any, second: Any) -> bool:
         )
     if isinstance(first, list | tuple) or type(first).__name__ == "deque":
         return len(first) == len(second) and all(same(a, b) for a, b in zip(first, second, strict=True))
+    if isinstance(first, set | frozenset):
+        return sorted(map(repr, first)) == sorted(map(repr, second))
     if hasattr(first, "__dataclass_fields__"):
         return all(same(getattr(first, name), getattr(second, name)) for name in first.__dataclass_fields__)
     return repr(first) == repr(second)

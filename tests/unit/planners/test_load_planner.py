@@ -163,7 +163,7 @@ def test_everything_is_listed_at_once() -> None:
     }
     found = mismatch(stored, target)
     assert set(found.missing) == {"new.y", "new.n", "cfg.fresh"}
-    assert set(found.unexpected) == {"gone.x", "cfg.o"}
+    assert set(found.unexpected) == {"gone.x", "cfg.old"}
     assert found.shape_mismatches == ("a (checkpoint (2,), target (3,))",)
     assert found.dtype_mismatches == ("b (checkpoint float64, target float32)",)
     assert found.problems == ("c: the checkpoint has an array, the target a dict",)
