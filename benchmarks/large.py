@@ -36,8 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, rounds: int) -> Report:
     """Measure and judge."""
-    layers = gpt2_layers_for(arguments.gib * 2**30) if arguments.gib else arguments.layers
-    state = gpt2_train_state(**_QUICK) if arguments.quick else gpt2_train_state(layers)
+    shape = {"layers": gpt2_layers_for(arguments.gib * 2**30) if arguments.gib else arguments.layers}
+    if arguments.quick:
+        shape = _QUICK
+    state = gpt2_train_state(**shape)
     target = map_leaves(np.zeros_like, state)
     nbytes = total_bytes(state)
     machine = Machine(2 * nbytes, drop_all_caches=not arguments.quick)
@@ -55,7 +57,7 @@ def run(arguments: argparse.Namespace, rounds: int) -> Report:
         samples = run_rounds(turns, rounds, warm_up=[*turns, turns[1]])
         return Report(
             command="large",
-            parameters={"layers": layers, "rounds": rounds, "compression": compression, "quick": arguments.quick},
+            parameters={**shape, "rounds": rounds, "compression": compression, "quick": arguments.quick},
             machine={**describe_machine(directory), "eviction": machine.eviction},
             samples=samples,
             data_bytes=nbytes,

@@ -99,7 +99,7 @@ def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]
         table.add_column(name, justify="right" if index else "left", no_wrap=True)
     for row in rows:
         table.add_row(*row)
-    Console(soft_wrap=True).print(table)
+    Console(width=160).print(table)
 
 
 def _print_plain(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
