@@ -143,9 +143,25 @@ async def publish(
                     f"{describe(location)}: another save committed here first; it was left alone. Save elsewhere, or "
                     "pass overwrite=True"
                 ) from error
+            if error.outcome == "failed" and await _may_be_committed(location, save_id):
+                raise StorageError(
+                    error.errno,
+                    f"{error}; it became visible all the same, or may: look again before saving to the same place",
+                    "unknown",
+                ) from error
             raise
         if superseded is not None and superseded != save_id:
             await _discard_quietly(location, superseded)
+
+
+async def _may_be_committed(location: Location, save_id: str) -> bool:
+    """Whether the root is this save's in spite of an error, or cannot be read: then its data must stay."""
+    try:
+        return (await read_root(location)).checkpoint_id == save_id
+    except CheckpointNotFoundError:
+        return False
+    except (StorageError, CorruptCheckpointError, UnsupportedFormatError):
+        return True
 
 
 async def discard(location: Location, save_id: str) -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 
 import msgspec
 from anyio import CancelScope, Lock
 
+from savestream.errors import StorageError
 from savestream.pipeline.buffers import Bytes, round_up
 from savestream.pipeline.manifest import ObjectEntry
 from savestream.storage_backends.base import ObjectWriter, StorageBackend
 
 __all__ = ["DataObjects", "Placement"]
+
+logger = logging.getLogger("savestream")
 
 
 class Placement(msgspec.Struct, frozen=True):
@@ -81,4 +85,7 @@ class DataObjects:
         """Release and remove everything, best effort, even while the save is being cancelled."""
         with CancelScope(shield=True):
             for writer in self._writers:
-                await writer.abort()
+                try:
+                    await writer.abort()
+                except StorageError as error:  # the others still have to go, and the save's own error is the one to see
+                    logger.warning("%s: an unfinished object could not be removed: %s", writer.path, error)

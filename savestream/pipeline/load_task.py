@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from savestream.arrays import dtype_from_name
-from savestream.events import LoadFinished, LoadStarted, Observer, OperationFailed, Statistics, notify
+from savestream.events import LoadFinished, Observer, OperationFailed, Statistics, notify
 from savestream.pipeline.buffers import allocate_array
 from savestream.pipeline.commit import describe
 from savestream.pipeline.open_checkpoint import OpenCheckpoint, VanishedDataError, metadata_of, open_checkpoint
@@ -75,7 +75,6 @@ class LoadTask:
                 await checkpoint.fetch_parts(_needed_parts(checkpoint, metadata, request.keys))
                 planner, plan = await run_in_worker(self._plan, metadata)
             loader = PlanLoader(checkpoint, planner, metadata, request.options, self._clock)
-            notify(request.observer, LoadStarted(checkpoint.place, len(plan.items), loader.measure(plan)))
             await loader.read(plan)
             result = await run_in_worker(_finish, planner, request.target)
         statistics = Statistics(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
+from math import prod
 
 import anyio
 import msgspec
@@ -26,7 +28,7 @@ from savestream.planners.metadata import (
 )
 from savestream.planners.state_dict import tree_mappings
 from savestream.storage_backends import Location
-from savestream.threads import run_in_worker
+from savestream.threads import first_error, run_in_worker
 
 __all__ = ["ChunkLocation", "OpenCheckpoint", "VanishedDataError", "metadata_of", "open_checkpoint"]
 
@@ -46,13 +48,7 @@ class ChunkLocation(msgspec.Struct, frozen=True, gc=False):
     raw_offset: int
     sizes: tuple[int, ...]
     dtype: str
-
-    @property
-    def nbytes(self) -> int:
-        count = dtype_itemsize(self.dtype)
-        for size in self.sizes:
-            count *= size
-        return count
+    nbytes: int
 
 
 class OpenCheckpoint:
@@ -97,17 +93,20 @@ class OpenCheckpoint:
         dimensions = self._columns[4]
         return tuple(self._columns[2][dimensions[chunk] : dimensions[chunk + 1]])
 
+    def chunk_sizes(self, chunk: int) -> tuple[int, ...]:
+        dimensions = self._columns[4]
+        return tuple(self._columns[3][dimensions[chunk] : dimensions[chunk + 1]])
+
     def chunk_location(self, name: str, offset: tuple[int, ...] | None) -> ChunkLocation:
         """Where the chunk of ``name`` that starts at ``offset`` lies."""
-        parts, raw_offsets, _, sizes, dimensions, _, dtypes = self._columns
-        numbers = self.chunk_numbers(name)
-        if offset is not None and len(numbers) > 1:
-            chunk = next(number for number in numbers if self.chunk_offsets(number) == offset)
-        else:
-            chunk = numbers[0]
+        parts, raw_offsets, _, sizes, dimensions, starts, dtypes = self._columns
+        tensor = self._tensor_numbers[name]
+        chunk = starts[tensor]
+        if offset is not None and starts[tensor + 1] - chunk > 1:
+            chunk = next(number for number in self.chunk_numbers(name) if self.chunk_offsets(number) == offset)
         shape = tuple(sizes[dimensions[chunk] : dimensions[chunk + 1]])
-        dtype = self.root.plan.dtypes[dtypes[self._tensor_numbers[name]]]
-        return ChunkLocation(parts[chunk], raw_offsets[chunk], shape, dtype)
+        dtype = self.root.plan.dtypes[dtypes[tensor]]
+        return ChunkLocation(parts[chunk], raw_offsets[chunk], shape, dtype, prod(shape) * dtype_itemsize(dtype))
 
     def parts_of(self, names: Iterable[str]) -> set[int]:
         """Numbers of the parts that hold chunks of these tensors."""
@@ -117,9 +116,13 @@ class OpenCheckpoint:
     async def fetch_parts(self, numbers: Iterable[int]) -> None:
         """Read and check index parts that are not here yet."""
         wanted = [number for number in sorted(set(numbers)) if number not in self.parts]
-        async with anyio.create_task_group() as group:
-            for number in wanted:
-                group.start_soon(self._fetch_part, number)
+        try:
+            async with anyio.create_task_group() as group:
+                for number in wanted:
+                    group.start_soon(self._fetch_part, number)
+        except BaseExceptionGroup as error:
+            cause = first_error(error)
+            raise cause from cause.__cause__
 
     async def _fetch_part(self, number: int) -> None:
         entry = self.root.parts[number]
@@ -177,6 +180,29 @@ async def open_checkpoint(location: Location) -> OpenCheckpoint:
     return await run_in_worker(OpenCheckpoint, location, root)
 
 
+def _chunk_boxes(checkpoint: OpenCheckpoint) -> list[tuple[ChunkStorageMetadata, ...]]:
+    """The chunks of every tensor; equal boxes are one object, since most tensors of a kind are alike."""
+    _, _, offsets, sizes, dimensions, starts, _ = checkpoint._columns
+    known: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[ChunkStorageMetadata, ...]] = {}
+    boxes: list[tuple[ChunkStorageMetadata, ...]] = []
+    for first, last in pairwise(starts):
+        if last - first != 1:
+            boxes.append(
+                tuple(
+                    ChunkStorageMetadata(checkpoint.chunk_offsets(chunk), checkpoint.chunk_sizes(chunk))
+                    for chunk in range(first, last)
+                )
+            )
+            continue
+        low, high = dimensions[first], dimensions[last]
+        box = (tuple(offsets[low:high]), tuple(sizes[low:high]))
+        chunks = known.get(box)
+        if chunks is None:
+            chunks = known[box] = (ChunkStorageMetadata(*box),)
+        boxes.append(chunks)
+    return boxes
+
+
 def metadata_of(checkpoint: OpenCheckpoint) -> Metadata:
     """What planners see of a checkpoint."""
     root = checkpoint.root
@@ -184,22 +210,15 @@ def metadata_of(checkpoint: OpenCheckpoint) -> Metadata:
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     kinds = plan.tensors.kind.tolist()
     dtypes = [TensorProperties(plan.dtypes[index]) for index in plan.tensors.dtype.tolist()]
+    boxes = _chunk_boxes(checkpoint)
     starts = np.concatenate([[0], np.cumsum(plan.tensors.ndim, dtype=np.int64)]).tolist()
     shape = plan.tensors.shape.tolist()
-    sizes = plan.chunks.sizes.tolist()
-    dimensions = checkpoint._dimension_starts.tolist()
     for number, name in enumerate(plan.tensor_names):
         if kinds[number]:
             entries[name] = BytesStorageMetadata(_KIND_ENCODINGS[kinds[number]])
-            continue
-        chunks = tuple(
-            ChunkStorageMetadata(
-                checkpoint.chunk_offsets(chunk), tuple(sizes[dimensions[chunk] : dimensions[chunk + 1]])
-            )
-            for chunk in checkpoint.chunk_numbers(name)
-        )
-        size = tuple(shape[starts[number] : starts[number + 1]])
-        entries[name] = TensorStorageMetadata(dtypes[number], size, chunks)
+        else:
+            size = tuple(shape[starts[number] : starts[number + 1]])
+            entries[name] = TensorStorageMetadata(dtypes[number], size, boxes[number])
     entries.update(dict.fromkeys(plan.value_names, BytesStorageMetadata()))
     mappings: Mapping[str, tuple[object, ...]] = tree_mappings(plan.tree)
     return Metadata(

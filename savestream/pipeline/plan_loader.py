@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from savestream.arrays import HostArray, dtype_from_name, host_view
+from savestream.arrays import HostArray, host_view
+from savestream.events import LoadStarted, notify
 from savestream.pipeline.open_checkpoint import OpenCheckpoint
 from savestream.pipeline.options import LoadOptions
 from savestream.pipeline.reader import (
@@ -22,7 +23,7 @@ from savestream.pipeline.reader import (
 from savestream.pipeline.stage_clock import StageClock
 from savestream.planners.base import LoadPlanner
 from savestream.planners.default import DefaultLoadPlanner
-from savestream.planners.metadata import Metadata, TensorStorageMetadata
+from savestream.planners.metadata import Metadata
 from savestream.planners.plan import LoadItemType, LoadPlan, ReadItem
 from savestream.threads import run_in_worker
 
@@ -48,22 +49,13 @@ class PlanLoader:
         self.raw_bytes = 0
         self.stored_bytes = 0
 
-    def measure(self, plan: LoadPlan) -> int:
-        """Bytes of array data that the plan places."""
-        entries = self._metadata.state_dict_metadata
-        total = 0
-        for item in plan.items:
-            entry = entries[item.storage_index.fqn]
-            if item.type is LoadItemType.TENSOR and isinstance(entry, TensorStorageMetadata):
-                total += int(np.prod(item.lengths, dtype=np.int64)) * dtype_from_name(entry.properties.dtype).itemsize
-        self.raw_bytes = total
-        return total
-
     async def read(self, plan: LoadPlan) -> None:
         """Fill every array, then hand the planner its values."""
         tensors, opaque, inline = self._sort(plan)
         targets, ranges, opaque_data = await run_in_worker(self._plan_reads, tensors, opaque)
         self.stored_bytes = sum(piece.nbytes for piece in ranges)
+        self.raw_bytes = sum(entry.array.nbytes for entries, _ in targets.values() for entry in entries)
+        notify(self._clock.observer, LoadStarted(self._checkpoint.place, len(plan.items), self.raw_bytes))
         await read_ranges(
             self._checkpoint,
             targets,

@@ -35,7 +35,8 @@ _DIRECT_FROM_BYTES = 1024 * 1024
 class Destination(msgspec.Struct, gc=False):
     """A box of a stored chunk and the array that takes it.
 
-    ``array`` has the shape ``lengths``; ``direct`` is its memory as bytes where storage can read straight into it.
+    ``array`` has the shape ``lengths``. ``plain``: it takes the whole chunk as it is stored, byte for byte, in C order;
+    ``direct`` is then its memory as bytes where storage can read straight into it.
     """
 
     key: str
@@ -45,7 +46,8 @@ class Destination(msgspec.Struct, gc=False):
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
     whole: bool
-    direct: Bytes | None
+    plain: bool = False
+    direct: Bytes | None = None
 
 
 class FrameRange(msgspec.Struct, gc=False):
@@ -64,15 +66,16 @@ def destination(
 ) -> Destination:
     """Describe where a box goes; ``array`` may have another dtype than the chunk, then elements are cast."""
     stored = dtype_from_name(chunk.dtype)
-    same = array.dtype == stored and array.dtype.isnative == stored.isnative
-    if same:
-        array = as_plain_elements(array)
-    plain = np.dtype((np.void, stored.itemsize)) if same and stored.names is not None else stored
     whole = lengths == chunk.sizes
-    contiguous = same and whole and array.flags.c_contiguous and array.nbytes > 0
-    memory = array.reshape(-1).view(np.uint8) if contiguous else None
-    aligned = memory is not None and memory.nbytes >= _DIRECT_FROM_BYTES and memory.ctypes.data % PAGE_BYTES == 0
-    return Destination(key, array, chunk, plain, offsets, lengths, whole, memory if aligned else None)
+    if array.dtype is not stored and array.dtype != stored:
+        return Destination(key, array, chunk, stored, offsets, lengths, whole)
+    if stored.names is not None:
+        array, stored = as_plain_elements(array), np.dtype((np.void, stored.itemsize))
+    plain = whole and array.flags.c_contiguous
+    direct = None
+    if plain and chunk.nbytes >= _DIRECT_FROM_BYTES and array.ctypes.data % PAGE_BYTES == 0:
+        direct = array.reshape(-1).view(np.uint8)
+    return Destination(key, array, chunk, stored, offsets, lengths, whole, plain, direct)
 
 
 def plan_ranges(
@@ -80,9 +83,17 @@ def plan_ranges(
 ) -> tuple[list[FrameRange], dict[int, list[int]]]:
     """The ranges to read for one part, and which destinations each frame feeds."""
     users: dict[int, list[int]] = {}
+    offsets = np.fromiter((target.chunk.raw_offset for target in targets), np.int64, len(targets))
+    sizes = np.fromiter((target.chunk.nbytes for target in targets), np.int64, len(targets))
+    firsts = (np.searchsorted(frames.raw_starts, offsets, "right") - 1).tolist()
+    lasts = np.searchsorted(frames.raw_starts, offsets + sizes, "left").tolist()
     for number, target in enumerate(targets):
-        for first, last in _frame_spans(frames, target):
-            for frame in range(first, last):
+        first, last = firsts[number], lasts[number]
+        if last - first == 1 and target.chunk.nbytes:
+            users.setdefault(first, []).append(number)
+            continue
+        for start, stop in [(first, last)] if target.whole else _frame_spans(frames, target):
+            for frame in range(start, stop):
                 users.setdefault(frame, []).append(number)
     needed = sorted(users, key=lambda frame: (int(frames.object[frame]), int(frames.offset[frame])))
     return _coalesce(frames, part, needed, users, targets, range_bytes, gap_bytes), users
@@ -90,11 +101,7 @@ def plan_ranges(
 
 def _frame_spans(frames: Frames, target: Destination) -> Iterator[tuple[int, int]]:
     """Runs of frames that hold the box; none twice."""
-    itemsize = dtype_from_name(target.chunk.dtype).itemsize
-    if target.whole:
-        spans: Iterator[tuple[int, int]] = iter([(0, target.chunk.nbytes)] if target.chunk.nbytes else [])
-    else:
-        spans = box_spans(target.chunk.sizes, target.offsets, target.lengths, itemsize)
+    spans = box_spans(target.chunk.sizes, target.offsets, target.lengths, target.dtype.itemsize)
     seen = -1
     for start, stop in spans:
         base = target.chunk.raw_offset
@@ -218,19 +225,13 @@ class _RangeReader:
         frame_stop = frame_start + len(raw)
         for number in users.get(frame, ()):
             target = targets[number]
-            base = target.chunk.raw_offset
-            start, stop = max(frame_start, base), min(frame_stop, base + target.chunk.nbytes)
-            source = raw[start - frame_start : stop - frame_start].view(target.dtype)
-            itemsize = target.dtype.itemsize
-            place_elements(
-                source,
-                (start - base) // itemsize,
-                (stop - base) // itemsize,
-                target.chunk.sizes,
-                target.offsets,
-                target.lengths,
-                target.array,
-            )
+            start = target.chunk.raw_offset
+            stop = start + target.chunk.nbytes
+            if target.plain and start >= frame_start and stop <= frame_stop:
+                source = raw[start - frame_start : stop - frame_start].view(target.dtype)
+                target.array[...] = source if len(target.lengths) == 1 else source.reshape(target.lengths)
+            else:
+                _place_part(target, frame_start, frame_stop, raw)
 
     def _locate(
         self, piece: FrameRange, frame: int, frames: Frames, error: CorruptCheckpointError
@@ -245,6 +246,21 @@ class _RangeReader:
             f"{self._checkpoint.place}/{path}: bytes {start}-{stop} are damaged ({error}); keys affected: {shown}. A "
             "target that was being filled has undefined content; load an earlier checkpoint, or the other keys alone"
         )
+
+
+def _place_part(target: Destination, frame_start: int, frame_stop: int, raw: Bytes) -> None:
+    """The elements of a frame that belong to a destination."""
+    base, itemsize = target.chunk.raw_offset, target.dtype.itemsize
+    start, stop = max(frame_start, base), min(frame_stop, base + target.chunk.nbytes)
+    place_elements(
+        raw[start - frame_start : stop - frame_start].view(target.dtype),
+        (start - base) // itemsize,
+        (stop - base) // itemsize,
+        target.chunk.sizes,
+        target.offsets,
+        target.lengths,
+        target.array,
+    )
 
 
 async def read_ranges(
@@ -294,8 +310,8 @@ class _Readers:
         try:
             for part, index in self._wanted:
                 self._open[part, index] = await self._open_one(part, index)
-        except BaseException:
-            await self.__aexit__()
+        except BaseException as error:
+            await self.__aexit__(type(error))
             raise
         return self
 
@@ -315,10 +331,17 @@ class _Readers:
             raise CorruptCheckpointError(f"{place}: truncated, {size} of {entry.bytes} bytes are there")
         return reader
 
-    async def __aexit__(self, *error: object) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close them all, whatever happens; an error of the load goes before one of closing."""
+        failures: list[StorageError] = []
         with anyio.CancelScope(shield=True):
             for reader in self._open.values():
-                await reader.close()
+                try:
+                    await reader.close()
+                except StorageError as error:
+                    failures.append(error)
+        if failures and kind is None:
+            raise failures[0]
 
 
 def _read_blocking(

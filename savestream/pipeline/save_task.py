@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import io
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal
@@ -17,6 +18,7 @@ import xxhash
 from savestream.arrays import HostArray, dtype_from_name, host_view, is_array
 from savestream.errors import (
     CheckpointExistsError,
+    CheckpointNotFoundError,
     CorruptCheckpointError,
     PlanError,
     SavestreamError,
@@ -51,6 +53,8 @@ from savestream.threads import run_in_worker
 from savestream.version import __version__
 
 __all__ = ["CheckpointInfo", "Progress", "SaveRequest", "SaveTask"]
+
+logger = logging.getLogger("savestream")
 
 STREAM_BLOCK_BYTES = 16 * 1024 * 1024
 STAGED_BLOCK_BYTES = 32 * 1024 * 1024
@@ -199,6 +203,8 @@ class SaveTask:
             )
         try:
             return existing, (await read_root(request.location)).checkpoint_id
+        except CheckpointNotFoundError:
+            return None, None  # deleted just now
         except (CorruptCheckpointError, UnsupportedFormatError):
             return existing, None  # replaced all the same; data that a damaged root cannot name stays
 
@@ -356,8 +362,8 @@ class SaveTask:
         with anyio.CancelScope(shield=True):
             try:
                 await discard(self._request.location, self._save_id)
-            except StorageError:
-                return  # best effort: what is left bears this save's id alone, and a later sweep removes it
+            except StorageError as error:  # what is left bears this save's id alone, and a later sweep removes it
+                logger.warning("%s: what a failed save wrote could not be removed: %s", self.place, error)
 
     def _committed(self, prepared: _Prepared) -> CheckpointInfo:
         request = self._request

@@ -74,6 +74,6 @@ def _every_frame(
             if chunk.part == part:
                 nothing = np.empty(0, dtype_from_name(chunk.dtype))
                 zeros = (0,) * len(chunk.sizes)
-                entries.append(Destination(name, nothing, chunk, nothing.dtype, zeros, chunk.sizes, True, None))
+                entries.append(Destination(name, nothing, chunk, nothing.dtype, zeros, chunk.sizes, True))
     ranges, users = part_ranges(checkpoint, part, entries)
     return ranges, users, entries

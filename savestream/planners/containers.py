@@ -50,25 +50,25 @@ def contents(value: Any, category: Category, key: str) -> tuple[Sequence[object]
         return list(value), list(value.values())
     if category == "sequence":
         return [Index(position) for position in range(len(value))], list(value)
-    fields = record_fields(value, key)
-    return fields, field_values(value, fields)
+    fields = _record_fields(value, key)
+    return fields, _field_values(value, fields)
 
 
-def record_fields(value: Any, key: str) -> Sequence[str]:
+def _record_fields(value: Any, key: str) -> Sequence[str]:
     """The field names of a namedtuple or dataclass."""
     if isinstance(value, RecordedDataclass):
         return list(value)
     return dataclass_fields(value, key) if dataclasses.is_dataclass(value) else list(value._fields)
 
 
-def field_values(value: Any, fields: Sequence[str]) -> list[Any]:
+def _field_values(value: Any, fields: Sequence[str]) -> list[Any]:
     """The values of a namedtuple's or dataclass's fields."""
     if isinstance(value, RecordedDataclass):
         return list(value.values())
     return list(value) if isinstance(value, tuple) else [getattr(value, name) for name in fields]
 
 
-def record_class(value: Any) -> str:
+def _record_class(value: Any) -> str:
     """The recorded class name of a namedtuple or dataclass."""
     return value.type_name if isinstance(value, RecordedTuple | RecordedDataclass) else class_name(type(value))
 
@@ -77,7 +77,7 @@ def container_token(value: Any, category: Category, key: str) -> str:
     """Text that tells a container from one of another class, for the fingerprint."""
     kind = type(value)
     if category == "record":
-        return f"{'namedtuple' if isinstance(value, tuple) else 'dataclass'} {record_class(value)}"
+        return f"{'namedtuple' if isinstance(value, tuple) else 'dataclass'} {_record_class(value)}"
     if kind is collections.defaultdict:
         return f"defaultdict {factory_name(value, key)}"
     return f"deque {value.maxlen}" if kind is collections.deque else kind.__name__
@@ -92,7 +92,7 @@ def container_node(value: Any, category: Category, children: tuple[StateTree, ..
     if category == "sequence":
         return SequenceNode(kind.__name__, children, value.maxlen if kind is collections.deque else None)
     record = "namedtuple" if isinstance(value, tuple) else "dataclass"
-    return RecordNode(record, record_class(value), tuple(record_fields(value, key)), children)
+    return RecordNode(record, _record_class(value), tuple(_record_fields(value, key)), children)
 
 
 def assemble(node: MappingNode | SequenceNode | RecordNode, children: Sequence[Any], types: Mapping[str, type]) -> Any:

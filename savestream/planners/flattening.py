@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -135,6 +135,22 @@ class _Walker:
         self._active.add(id(container))
         mark, token_mark, arrays = len(self.names), len(self.tokens), self._arrays
         suffixes, children = _suffixes_and_children(container, category, name)
+        if set(map(type, children)) == {np.ndarray}:  # most arrays lie among arrays only
+            self.names += [name + suffix for suffix in suffixes] if name else suffixes
+            self.leaves += children
+            self.kinds += bytes(len(suffixes))
+            self._arrays += len(suffixes)
+        else:
+            self._walk_children(suffixes, children, name, depth)
+        self._active.discard(id(container))
+        if self._arrays == arrays and depth:
+            del names[mark:], leaves[mark:], kinds[mark:], self.tokens[token_mark:]
+            self.append(name, container, VALUE)
+        else:
+            token = self._token(container, category, name)
+            self.tokens.append(f"{token} {len(suffixes)} {len(names)}")
+
+    def _walk_children(self, suffixes: Sequence[str], children: Iterable[Any], name: str, depth: int) -> None:
         names, leaves, kinds = self.names, self.leaves, self.kinds
         for suffix, child in zip(suffixes, children, strict=True):
             kind = type(child)
@@ -153,13 +169,6 @@ class _Walker:
                     self.add(child, name + suffix, depth + 1)
                 else:
                     self.walk(child, inner, name + suffix, depth + 1)
-        self._active.discard(id(container))
-        if self._arrays == arrays and depth:
-            del names[mark:], leaves[mark:], kinds[mark:], self.tokens[token_mark:]
-            self.append(name, container, VALUE)
-        else:
-            token = self._token(container, category, name)
-            self.tokens.append(f"{token} {len(suffixes)} {len(names)}")
 
     def _token(self, container: Any, category: Category, name: str) -> str:
         try:
@@ -187,7 +196,7 @@ class _Walker:
             raise refusal(leaf, name)
 
 
-def _suffixes_and_children(container: Any, category: Category, name: str) -> tuple[Sequence[str], Sequence[Any]]:
+def _suffixes_and_children(container: Any, category: Category, name: str) -> tuple[Sequence[str], Iterable[Any]]:
     first = not name
     if category == "mapping":
         return _key_suffixes(container, first), container.values()

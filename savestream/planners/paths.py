@@ -72,7 +72,7 @@ def _escape(match: re.Match[str]) -> str:
     return f"\\u{ord(character):04x}" if character >= "\ud800" else "\\" + character
 
 
-def key_part(part: object) -> str:
+def _key_part(part: object) -> str:
     """The bracketed text of a part that is no str (or an empty one)."""
     kind = type(part)
     if isinstance(part, Index):
@@ -160,8 +160,10 @@ _KEY_PARSERS: dict[str, Callable[[str], object]] = {
 def part_text(part: object) -> str:
     """One part as text that compares and hashes without mixing up 1, 1.0 and True."""
     if type(part) is str and part:
+        if part.isascii():  # replacing three characters is several times faster than the pattern
+            return part.replace("\\", "\\\\").replace(".", "\\.").replace("[", "\\[")
         return _SPECIAL.sub(_escape, part) if _SPECIAL.search(part) else part
-    return key_part(part)
+    return _key_part(part)
 
 
 # --- selection ---

@@ -6,7 +6,6 @@ box come from ``__get_tensor_shard__(index)`` where the leaf has it, else from s
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,7 +15,17 @@ from savestream.arrays import array_info, is_array
 from savestream.errors import PlanError, UnsafeObjectError
 from savestream.planners.metadata import ChunkStorageMetadata, MetadataIndex, Shape
 
-__all__ = ["CheckpointableTensor", "ShardedArray", "flatten_shards", "is_sharded", "shard_array", "shard_chunks"]
+__all__ = [
+    "CheckpointableTensor",
+    "ShardedArray",
+    "check_boxes",
+    "find_shard",
+    "flatten_shards",
+    "is_sharded",
+    "shard_array",
+    "shard_chunks",
+    "shard_dtype",
+]
 
 
 @runtime_checkable
@@ -197,8 +206,3 @@ def flatten_shards(leaf: ShardedArray) -> ShardedArray:
         for offset, array in zip(inner.global_offsets, inner.shards, strict=True):
             boxes.append((tuple(a + b for a, b in zip(outer, offset, strict=True)), array))
     return ShardedArray(leaf.global_shape, boxes, replicated=leaf.replicated, dtype=leaf.dtype)
-
-
-def is_empty(shape: Shape) -> bool:
-    """Whether an array of this shape has no element."""
-    return math.prod(shape) == 0

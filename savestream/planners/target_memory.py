@@ -40,7 +40,7 @@ def examine_targets(targets: Sequence[TargetArray]) -> tuple[list[tuple[int, int
     problems = [
         (position, f"{targets[position].name}: the target's elements overlap each other; load into a copy of it")
         for position, info in enumerate(infos)
-        if _overlaps_itself(info)
+        if not _is_contiguous(targets[position].array) and _overlaps_itself(info)
     ]
     ties: list[tuple[int, int]] = []
     first_of: dict[ArrayInfo, int] = {}
@@ -62,6 +62,10 @@ def _all_independent(targets: Sequence[TargetArray]) -> bool:
     return len({id(target.array) for target in targets}) == len(targets)
 
 
+def _is_contiguous(array: Any) -> bool:
+    return type(array) is np.ndarray and bool(array.flags.c_contiguous)
+
+
 def _overlaps_itself(info: ArrayInfo) -> bool:
     extent = info.itemsize
     for stride, size in sorted((abs(stride), size) for stride, size in zip(info.strides, info.shape, strict=True)):
@@ -76,21 +80,26 @@ def _overlaps_itself(info: ArrayInfo) -> bool:
 
 def _bounds(info: ArrayInfo) -> tuple[int, int]:
     reach = [stride * (size - 1) for stride, size in zip(info.strides, info.shape, strict=True)]
-    low = info.address + sum(step for step in reach if step < 0)
-    return low, info.address + sum(step for step in reach if step > 0) + info.itemsize
+    low = info.address + sum([step for step in reach if step < 0])
+    return low, info.address + sum([step for step in reach if step > 0]) + info.itemsize
 
 
 def _overlapping(infos: Sequence[ArrayInfo], positions: Sequence[int]) -> list[tuple[int, int]]:
     """Pairs that share memory, by a sweep over the addresses."""
-    spans = sorted((*_bounds(infos[position]), position) for position in positions)
+    spans = sorted([(*_bounds(infos[position]), position) for position in positions])
     found: list[tuple[int, int]] = []
     active: list[tuple[int, int]] = []
+    reached = 0
     for low, high, position in spans:
-        active = [(end, other) for end, other in active if end > low]
-        for _, other in active:
-            if _share_memory(infos[other], infos[position]):
-                found.append((min(other, position), max(other, position)))
+        if low < reached:
+            active = [(end, other) for end, other in active if end > low]
+            for _, other in active:
+                if _share_memory(infos[other], infos[position]):
+                    found.append((min(other, position), max(other, position)))
+        else:
+            active = []
         active.append((high, position))
+        reached = max(reached, high)
     return sorted(found)
 
 

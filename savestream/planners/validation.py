@@ -43,19 +43,41 @@ def validate_global_plan(plans: Sequence[SavePlan], metadata: Metadata) -> list[
     list of str
         One message for each fault, with key, boxes and ranks.
     """
-    holders: dict[str, list[tuple[int, WriteItem]]] = {}
+    single: dict[str, tuple[int, WriteItem]] = {}
+    several: dict[str, list[tuple[int, WriteItem]]] = {}
     for rank, plan in enumerate(plans):
         for item in plan.items:
-            holders.setdefault(item.index.fqn, []).append((rank, item))
+            name, held = item.index.fqn, (rank, item)
+            first = single.setdefault(name, held)
+            if first is not held:
+                several.setdefault(name, [first]).append(held)
     errors: list[str] = []
-    for name, entry in metadata.state_dict_metadata.items():
-        held = holders.pop(name, [])
-        if isinstance(entry, BytesStorageMetadata):
-            errors += _check_value(name, held)
-        else:
-            errors += _check_tensor(name, entry, held)
-    errors += [f"{name}: planned by {_ranks(held)}, but not in the metadata" for name, held in holders.items()]
+    entries = metadata.state_dict_metadata
+    for name, entry in entries.items():
+        held_once = single.get(name)
+        if held_once is None or name in several or not _is_simple(entry, held_once[1]):
+            holders = several.get(name) or ([held_once] if held_once is not None else [])
+            if isinstance(entry, BytesStorageMetadata):
+                errors += _check_value(name, holders)
+            else:
+                errors += _check_tensor(name, entry, holders)
+    strangers = [name for name in single if name not in entries]
+    errors += [
+        f"{name}: planned by {_ranks(several.get(name) or [single[name]])}, but not in the metadata"
+        for name in strangers
+    ]
     return errors
+
+
+def _is_simple(entry: TensorStorageMetadata | BytesStorageMetadata, item: WriteItem) -> bool:
+    """Whether one item plainly is all of what an entry says, which is the usual case."""
+    data = item.tensor_data
+    if data is None or isinstance(entry, BytesStorageMetadata):
+        return data is None and isinstance(entry, BytesStorageMetadata)
+    chunks = entry.chunks
+    if len(chunks) != 1 or data.size != entry.size or data.properties != entry.properties:
+        return False
+    return chunks[0] == data.chunk and is_whole(data.chunk, data.size)
 
 
 def _check_value(name: str, held: Sequence[tuple[int, WriteItem]]) -> list[str]:
