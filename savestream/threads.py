@@ -12,7 +12,7 @@ from anyio.abc import TaskGroup
 
 from savestream.errors import SavestreamError
 
-__all__ = ["first_error", "run_in_worker", "run_shielded", "stopping"]
+__all__ = ["first_error", "run_in_worker", "run_shielded", "stopping", "task_group"]
 
 Result = TypeVar("Result")
 Arguments = TypeVarTuple("Arguments")
@@ -69,8 +69,19 @@ def first_error(group: BaseExceptionGroup) -> BaseException:
 
 
 @asynccontextmanager
+async def task_group() -> AsyncIterator[TaskGroup]:
+    """A task group whose first error comes as it is, not in an exception group, with its own cause."""
+    try:
+        async with create_task_group() as group:
+            yield group
+    except BaseExceptionGroup as error:
+        cause = first_error(error)
+        raise cause from cause.__cause__
+
+
+@asynccontextmanager
 async def stopping(stop: threading.Event) -> AsyncIterator[TaskGroup]:
-    """A task group whose worker threads learn of an error or a cancellation through ``stop``; errors come unwrapped."""
+    """A :func:`task_group` whose worker threads learn of an error or a cancellation through ``stop``."""
 
     async def watch() -> None:
         try:
@@ -78,12 +89,8 @@ async def stopping(stop: threading.Event) -> AsyncIterator[TaskGroup]:
         finally:
             stop.set()
 
-    try:
-        async with create_task_group() as outer:
-            outer.start_soon(watch)
-            async with create_task_group() as group:
-                yield group
-            outer.cancel_scope.cancel()
-    except BaseExceptionGroup as error:
-        cause = first_error(error)
-        raise cause from cause.__cause__
+    async with task_group() as outer:
+        outer.start_soon(watch)
+        async with create_task_group() as group:
+            yield group
+        outer.cancel_scope.cancel()

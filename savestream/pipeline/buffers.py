@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import threading
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -65,7 +66,7 @@ def allocate_array(dtype: np.dtype[Any], shape: tuple[int, ...]) -> npt.NDArray[
 class StagingBuffer:
     """One page-aligned block; ``data`` is its memory as bytes."""
 
-    __slots__ = ("capacity_bytes", "data")
+    __slots__ = ("__weakref__", "capacity_bytes", "data")
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
@@ -91,8 +92,8 @@ class StagingPool:
         self.used_bytes = 0
         self._waiting: deque[tuple[int, anyio.Event]] = deque()
         self._free: dict[int, list[StagingBuffer]] = {}
-        self._pooled_bytes = 0
-        self._lock = threading.Lock()
+        self._alive_bytes = 0  # pooled or in use; a buffer that a cancelled save dropped leaves when it is freed
+        self._lock = threading.RLock()  # a finalizer may run while it is held
         self._closed = False
 
     def __repr__(self) -> str:
@@ -148,20 +149,29 @@ class StagingPool:
                 raise UsageError("the staging pool is closed; make a new one, or save without staging_pool")
             free = self._free.get(capacity_bytes)
             if free:
-                self._pooled_bytes -= capacity_bytes
                 return free.pop()
-        return StagingBuffer(capacity_bytes)
+            self._drop_excess(capacity_bytes)
+            self._alive_bytes += capacity_bytes
+        buffer = StagingBuffer(capacity_bytes)
+        weakref.finalize(buffer, self._gone, capacity_bytes).atexit = False
+        return buffer
 
     def give(self, buffer: StagingBuffer) -> None:
         """Return a buffer that nothing reads or writes any more."""
         with self._lock:
-            if self._closed:
-                return
-            if self._pooled_bytes + buffer.capacity_bytes > self.limit_bytes:
-                self._free.clear()  # capacities changed: the old ones would only hold memory
-                self._pooled_bytes = 0
-            self._free.setdefault(buffer.capacity_bytes, []).append(buffer)
-            self._pooled_bytes += buffer.capacity_bytes
+            if not self._closed:
+                self._free.setdefault(buffer.capacity_bytes, []).append(buffer)
+                self._drop_excess(0)
+
+    def _gone(self, capacity_bytes: int) -> None:
+        with self._lock:
+            self._alive_bytes -= capacity_bytes
+
+    def _drop_excess(self, coming_bytes: int) -> None:
+        """Free pooled buffers of capacities that are no longer asked for, until all memory is within the limit."""
+        for free in self._free.values():
+            while free and self._alive_bytes + coming_bytes > self.limit_bytes:
+                free.pop()
 
     def prefault(self, nbytes: int, capacity_bytes: int) -> None:
         """Touch ``nbytes`` of buffers of that capacity, so that the first save finds warm pages. Blocks.
@@ -179,7 +189,6 @@ class StagingPool:
         with self._lock:
             self._closed = True
             self._free.clear()
-            self._pooled_bytes = 0
 
     def __enter__(self) -> Self:
         return self

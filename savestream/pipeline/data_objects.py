@@ -76,9 +76,9 @@ class DataObjects:
     async def finish(self) -> list[ObjectEntry]:
         """Make every object durable."""
         entries = []
-        for writer, end in zip(self._writers, self._ends, strict=True):
+        for number, (writer, end) in enumerate(zip(self._writers, self._ends, strict=True)):
             await writer.finish(end)
-            entries.append(ObjectEntry(path=writer.path, bytes=end))
+            entries.append(ObjectEntry(path=self._name(number), bytes=end))  # a backend may call it otherwise
         return entries
 
     async def abort(self) -> None:

@@ -8,12 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from math import prod
 
-import anyio
 import msgspec
 import numpy as np
 
 from savestream.arrays import dtype_itemsize
-from savestream.errors import CorruptCheckpointError, StorageError
+from savestream.errors import CorruptCheckpointError, StorageError, UnsupportedFormatError
 from savestream.pipeline.commit import describe, join_path, read_root
 from savestream.pipeline.manifest import IndexPart, PartEntry, Root, decode_part
 from savestream.planners.metadata import (
@@ -28,7 +27,7 @@ from savestream.planners.metadata import (
 )
 from savestream.planners.state_dict import tree_mappings
 from savestream.storage_backends import Location
-from savestream.threads import first_error, run_in_worker
+from savestream.threads import run_in_worker, task_group
 
 __all__ = ["ChunkLocation", "OpenCheckpoint", "VanishedDataError", "metadata_of", "open_checkpoint"]
 
@@ -116,13 +115,9 @@ class OpenCheckpoint:
     async def fetch_parts(self, numbers: Iterable[int]) -> None:
         """Read and check index parts that are not here yet."""
         wanted = [number for number in sorted(set(numbers)) if number not in self.parts]
-        try:
-            async with anyio.create_task_group() as group:
-                for number in wanted:
-                    group.start_soon(self._fetch_part, number)
-        except BaseExceptionGroup as error:
-            cause = first_error(error)
-            raise cause from cause.__cause__
+        async with task_group() as group:
+            for number in wanted:
+                group.start_soon(self._fetch_part, number)
 
     async def _fetch_part(self, number: int) -> None:
         entry = self.root.parts[number]
@@ -150,6 +145,8 @@ def _check_part(data: bytes, entry: PartEntry, place: str, checkpoint_id: str) -
     part = decode_part(data, path=place)
     if part.checkpoint_id != checkpoint_id or part.rank != entry.rank:
         raise CorruptCheckpointError(f"{place}: belongs to another checkpoint or rank; was a file swapped?")
+    if any(entry.source for entry in part.objects):
+        raise UnsupportedFormatError(f"{place}: its data lies in other checkpoints; a newer savestream is needed")
     if int(part.frames.raw_starts[-1]) != entry.raw_bytes:
         raise CorruptCheckpointError(f"{place}: its frames do not hold the {entry.raw_bytes} bytes the manifest says")
     return part

@@ -122,28 +122,37 @@ def _coalesce(
 ) -> list[FrameRange]:
     ranges: list[FrameRange] = []
     objects, offsets, lengths = frames.object.tolist(), frames.offset.tolist(), frames.stored_length.tolist()
-    codecs, raw_starts = frames.codec.tolist(), frames.raw_starts.tolist()
     owner: int | None = None
     for frame in needed:
-        numbers = users[frame]
-        direct = numbers[0] if len(numbers) == 1 and codecs[frame] == RAW else None
-        if direct is not None and (targets[direct].direct is None or offsets[frame] % PAGE_BYTES):
-            direct = None
+        taker = _direct_taker(frames, frame, users[frame], targets)
         current = ranges[-1] if ranges else None
-        if current is not None and current.object_index == objects[frame] and owner == direct:
+        if current is not None and current.object_index == objects[frame] and owner == taker:
             gap = offsets[frame] - current.offset - current.nbytes
             end = offsets[frame] + lengths[frame] - current.offset
-            if 0 <= gap <= (0 if direct is not None else gap_bytes) and end <= range_bytes:
+            follows = gap == 0 and frame == current.frames[-1] + 1
+            if end <= range_bytes and (follows if taker is not None else 0 <= gap <= gap_bytes):
                 current.frames.append(frame)
                 current.nbytes = end
                 continue
         ranges.append(FrameRange(part, objects[frame], offsets[frame], lengths[frame], [frame]))
-        owner = direct
-        if direct is not None:
-            place = raw_starts[frame] - targets[direct].chunk.raw_offset
-            memory = targets[direct].direct
-            ranges[-1].direct = memory[place:] if memory is not None and place % PAGE_BYTES == 0 else None
+        owner = taker
+        if taker is not None:
+            memory = targets[taker].direct
+            start = int(frames.raw_starts[frame]) - targets[taker].chunk.raw_offset
+            ranges[-1].direct = memory[start:] if memory is not None else None
     return ranges
+
+
+def _direct_taker(frames: Frames, frame: int, users: Sequence[int], targets: Sequence[Destination]) -> int | None:
+    """The one destination whose memory can be read into as the frame lies in storage, or None."""
+    target = targets[users[0]]
+    if len(users) != 1 or target.direct is None or int(frames.codec[frame]) != RAW:
+        return None
+    start = int(frames.raw_starts[frame]) - target.chunk.raw_offset
+    stop = int(frames.raw_starts[frame + 1]) - target.chunk.raw_offset
+    inside = start >= 0 and stop <= target.chunk.nbytes
+    aligned = start % PAGE_BYTES == 0 and int(frames.offset[frame]) % PAGE_BYTES == 0
+    return users[0] if inside and aligned else None
 
 
 class _RangeReader:

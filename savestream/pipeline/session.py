@@ -20,7 +20,7 @@ from savestream.pipeline.save_task import CheckpointInfo, SaveRequest, SaveTask
 from savestream.pipeline.verification import VerifyReport, verify_checkpoint
 from savestream.planners.base import LoadPlanner, SavePlanner
 from savestream.planners.cache import PlanCache
-from savestream.storage_backends import Place, resolve_location
+from savestream.storage_backends import Location, Place, resolve_location, with_typed_errors
 
 __all__ = [
     "Keys",
@@ -154,6 +154,10 @@ async def start_save(
     return handle
 
 
+def _locate(place: Place) -> Location:
+    return with_typed_errors(resolve_location(place))
+
+
 def _save_request(
     state: object,
     dest: Place,
@@ -171,7 +175,7 @@ def _save_request(
         raise PlanError(f"step={step!r}: must be a non-negative integer")
     return SaveRequest(
         state=state,
-        location=resolve_location(dest),
+        location=_locate(dest),
         options=options or SaveOptions(),
         planner=planner,
         plan_cache=plan_cache,
@@ -236,7 +240,7 @@ async def load(
     if framework != "numpy":
         raise PlanError(f"framework={framework!r}: this version makes numpy arrays; use framework='numpy' or a target")
     request = LoadRequest(
-        location=resolve_location(src),
+        location=_locate(src),
         target=target,
         keys=_key_list(keys),
         strict=strict,
@@ -262,19 +266,19 @@ def _key_list(keys: Keys | None) -> Sequence[str | tuple[object, ...]] | None:
 
 async def read_manifest(src: Place) -> CheckpointManifest:
     """What a checkpoint holds, without reading array data: names, shapes, dtypes, values, sizes, step, metadata."""
-    location = resolve_location(src)
+    location = _locate(src)
     return await call(lambda: inspect_checkpoint(location), "read_manifest")
 
 
 async def exists(src: Place) -> bool:
     """Whether a checkpoint is committed at ``src``."""
-    location = resolve_location(src)
+    location = _locate(src)
     return await call(lambda: head_root(location), "exists") is not None
 
 
 async def list_checkpoints(root: Place) -> list[CheckpointEntry]:
     """The committed checkpoints directly beneath ``root``, by step number, then by name; the newest step is last."""
-    location = resolve_location(root)
+    location = _locate(root)
     return await call(lambda: find_checkpoints(location), "list_checkpoints")
 
 
@@ -288,7 +292,7 @@ async def delete(src: Place) -> None:
     UnsupportedFormatError
         A newer savestream wrote it; it is left alone.
     """
-    location = resolve_location(src)
+    location = _locate(src)
     await call(lambda: delete_checkpoint(location), "delete")
 
 
@@ -300,7 +304,7 @@ async def verify(src: Place, *, options: LoadOptions | None = None, observer: Ob
     CorruptCheckpointError
         Something is damaged; ``problems`` lists every damaged range with the keys it affects.
     """
-    location = resolve_location(src)
+    location = _locate(src)
     return await call(lambda: verify_checkpoint(location, options or LoadOptions(), observer), "verify")
 
 
@@ -311,7 +315,7 @@ def iter_arrays(
 
     At most 64 MiB of small arrays, or one large array, are held at once.
     """
-    location = resolve_location(src)
+    location = _locate(src)
     return iterate_arrays(location, _key_list(keys), options or LoadOptions(), _EngineRunner())
 
 
