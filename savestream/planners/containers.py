@@ -20,7 +20,8 @@ from savestream.planners.recorded import (
     replace_fields,
 )
 from savestream.planners.structure import MappingNode, RecordNode, SequenceNode, StateTree
-from savestream.planners.value_encoding import FACTORIES, dataclass_fields, factory_name
+from savestream.planners.value_decoding import decode_value
+from savestream.planners.value_encoding import FACTORIES, SCALAR_TYPES, dataclass_fields, encode_value, factory_name
 
 __all__ = ["Category", "assemble", "category_of", "container_node", "container_token", "contents", "put_contents"]
 
@@ -102,7 +103,7 @@ def assemble(node: MappingNode | SequenceNode | RecordNode, children: Sequence[A
     :class:`RecordedTuple` and :class:`RecordedDataclass`.
     """
     if isinstance(node, MappingNode):
-        return _assemble_mapping(node, children)
+        return _assemble_mapping(node, children, types)
     if isinstance(node, SequenceNode):
         if node.kind == "deque":
             return collections.deque(children, node.max_length)
@@ -117,7 +118,7 @@ def assemble(node: MappingNode | SequenceNode | RecordNode, children: Sequence[A
     return rebuild_dataclass(kind, node.fields, children)
 
 
-def _assemble_mapping(node: MappingNode, children: Sequence[Any]) -> Any:
+def _assemble_mapping(node: MappingNode, children: Sequence[Any], types: Mapping[str, type]) -> Any:
     found: dict[Any, Any]
     if node.kind == "OrderedDict":
         found = collections.OrderedDict()
@@ -127,7 +128,7 @@ def _assemble_mapping(node: MappingNode, children: Sequence[Any]) -> Any:
         found = collections.defaultdict(None if node.extra is None else FACTORIES.get(node.extra))
     else:
         found = {}
-    pairs = zip(node.keys, children, strict=True)
+    pairs = zip([_own_key(key, types) for key in node.keys] if types else node.keys, children, strict=True)
     try:
         if node.kind == "Counter":
             dict.update(found, pairs)  # Counter's own update would add
@@ -136,6 +137,13 @@ def _assemble_mapping(node: MappingNode, children: Sequence[Any]) -> Any:
     except TypeError as error:
         raise CorruptCheckpointError(f"the recorded structure has a dict key that cannot be one: {error}") from error
     return found
+
+
+def _own_key(key: object, types: Mapping[str, type]) -> object:
+    """A recorded dict key with its enums and namedtuples rebuilt by the caller's classes."""
+    if type(key) in SCALAR_TYPES:
+        return key
+    return decode_value(encode_value(key, "a dict key"), types=tuple(types.values()), key="a dict key")
 
 
 def put_contents(value: Any, category: Category, changes: Mapping[Any, Any]) -> Any:

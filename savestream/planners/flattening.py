@@ -144,11 +144,11 @@ class _Walker:
             self._walk_children(suffixes, children, name, depth)
         self._active.discard(id(container))
         if self._arrays == arrays and depth:
-            del names[mark:], leaves[mark:], kinds[mark:], self.tokens[token_mark:]
+            del self.names[mark:], self.leaves[mark:], self.kinds[mark:], self.tokens[token_mark:]
             self.append(name, container, VALUE)
         else:
             token = self._token(container, category, name)
-            self.tokens.append(f"{token} {len(suffixes)} {len(names)}")
+            self.tokens.append(f"{token} {len(suffixes)} {len(self.names)}")
 
     def _walk_children(self, suffixes: Sequence[str], children: Iterable[Any], name: str, depth: int) -> None:
         names, leaves, kinds = self.names, self.leaves, self.kinds
