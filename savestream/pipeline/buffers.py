@@ -73,6 +73,23 @@ class StagingBuffer:
         self.data = aligned_bytes(capacity_bytes, share_with_forks=False)
 
 
+class _Meter:
+    """Bytes of buffers that are alive, pooled or in use. It knows no pool, so it keeps none alive."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._lock = threading.RLock()  # a finalizer may run while it is held
+
+    def count(self, buffer: StagingBuffer) -> None:
+        """Count a buffer until it is freed, also one that a cancelled save dropped."""
+        self._add(buffer.capacity_bytes)
+        weakref.finalize(buffer, self._add, -buffer.capacity_bytes).atexit = False
+
+    def _add(self, nbytes: int) -> None:
+        with self._lock:
+            self.bytes += nbytes
+
+
 class StagingPool:
     """Staging memory that outlives one save, and the budget for all saves that share it.
 
@@ -92,8 +109,8 @@ class StagingPool:
         self.used_bytes = 0
         self._waiting: deque[tuple[int, anyio.Event]] = deque()
         self._free: dict[int, list[StagingBuffer]] = {}
-        self._alive_bytes = 0  # pooled or in use; a buffer that a cancelled save dropped leaves when it is freed
-        self._lock = threading.RLock()  # a finalizer may run while it is held
+        self._alive = _Meter()
+        self._lock = threading.Lock()
         self._closed = False
 
     def __repr__(self) -> str:
@@ -151,9 +168,8 @@ class StagingPool:
             if free:
                 return free.pop()
             self._drop_excess(capacity_bytes)
-            self._alive_bytes += capacity_bytes
         buffer = StagingBuffer(capacity_bytes)
-        weakref.finalize(buffer, self._gone, capacity_bytes).atexit = False
+        self._alive.count(buffer)
         return buffer
 
     def give(self, buffer: StagingBuffer) -> None:
@@ -163,14 +179,10 @@ class StagingPool:
                 self._free.setdefault(buffer.capacity_bytes, []).append(buffer)
                 self._drop_excess(0)
 
-    def _gone(self, capacity_bytes: int) -> None:
-        with self._lock:
-            self._alive_bytes -= capacity_bytes
-
     def _drop_excess(self, coming_bytes: int) -> None:
         """Free pooled buffers of capacities that are no longer asked for, until all memory is within the limit."""
         for free in self._free.values():
-            while free and self._alive_bytes + coming_bytes > self.limit_bytes:
+            while free and self._alive.bytes + coming_bytes > self.limit_bytes:
                 free.pop()
 
     def prefault(self, nbytes: int, capacity_bytes: int) -> None:
