@@ -220,7 +220,7 @@ def metadata_of(checkpoint: OpenCheckpoint) -> Metadata:
     mappings: Mapping[str, tuple[object, ...]] = tree_mappings(plan.tree)
     return Metadata(
         state_dict_metadata=entries,
-        planner_data=PlannerData(plan.tree, mappings),
+        planner_data=PlannerData(plan.tree, mappings, dict(zip(plan.value_names, root.values, strict=True))),
         storage_data=_ChunkPlaces(checkpoint),
         storage_meta=StorageMeta(checkpoint_id=checkpoint.place, save_id=root.checkpoint_id),
         version=".".join(str(number) for number in root.version),
