@@ -157,7 +157,7 @@ async def publish(
 async def _may_be_committed(location: Location, save_id: str) -> bool:
     """Whether the root is this save's in spite of an error, or cannot be read: then its data must stay."""
     try:
-        return (await read_root(location)).checkpoint_id == save_id
+        return await head_root(location) is not None and (await read_root(location)).checkpoint_id == save_id
     except CheckpointNotFoundError:
         return False
     except (StorageError, CorruptCheckpointError, UnsupportedFormatError):

@@ -12,6 +12,7 @@ from savestream.storage_backends.registry import (
     resolve_location,
 )
 from savestream.storage_backends.shaping import LatencyBackend, ThrottledBackend, TraceRecord, TracingBackend
+from savestream.storage_backends.typed_errors import TypedErrorsBackend, with_typed_errors
 from savestream.storage_backends.wrappers import Operation, OperationKind, WrapperBackend
 
 __all__ = [
@@ -34,7 +35,9 @@ __all__ = [
     "ThrottledBackend",
     "TraceRecord",
     "TracingBackend",
+    "TypedErrorsBackend",
     "WrapperBackend",
     "register_backend",
     "resolve_location",
+    "with_typed_errors",
 ]

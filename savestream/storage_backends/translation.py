@@ -31,7 +31,8 @@ def storage_error(
     """Describe ``error`` as a StorageError with the same ``errno``."""
     reason = error.strerror or (os.strerror(error.errno) if error.errno is not None else str(error))
     cure = CURES.get(error.errno) if error.errno is not None else None
-    message = f"{operation} {place} failed: {reason}"
+    named = "" if error.filename is None or str(error.filename) in place else f" ({error.filename!r})"
+    message = f"{operation} {place} failed: {reason}{named}"
     if cure is not None:
         message += f"; {cure}"
     if outcome == "unknown":
