@@ -10,7 +10,7 @@ import numpy as np
 from savestream.arrays import adapter_for
 from savestream.errors import SavestreamError
 from savestream.planners.containers import Category, category_of, contents
-from savestream.planners.flattening import flatten
+from savestream.planners.flattening import VALUE, flatten
 from savestream.planners.paths import Path, part_text, path_to_fqn
 from savestream.planners.sharding import is_sharded
 from savestream.planners.structure import LeafNode, MappingNode, SequenceNode, StateTree
@@ -141,7 +141,7 @@ class _Aligner:
         """Arrays inside a target for which only plain values were saved can never be filled."""
         flat = flatten(target, allow_pickle=True)
         for name, kind in zip(flat.names, flat.kinds, strict=True):
-            if kind != 2:
+            if kind != VALUE:
                 self.result.missing.append((path, path_to_fqn(path) + _joined(name, path)))
 
 
@@ -205,11 +205,16 @@ def _compare(target: Any, saved: Any, path: Path, result: Alignment) -> None:
     for text, (part, child) in values.items():
         if text in targets:
             _compare(targets[text][1], child, (*path, part), result)
-        else:
+        elif wanted != "sequence":
             result.unexpected.append(((*path, part), path_to_fqn((*path, part))))
     for text, (part, child) in targets.items():
-        if text not in values:
+        if text not in values and (wanted != "sequence" or _holds_arrays(child)):
             _note_target(child, (*path, part), result)
+
+
+def _holds_arrays(value: Any) -> bool:
+    """Whether an array would stay unfilled; sequences of plain values are replaced whole, whatever their lengths."""
+    return any(kind != VALUE for kind in flatten({"": value}, allow_pickle=True).kinds)
 
 
 def _describe(value: object) -> str:

@@ -23,7 +23,16 @@ from savestream.planners.structure import MappingNode, RecordNode, SequenceNode,
 from savestream.planners.value_decoding import decode_value
 from savestream.planners.value_encoding import FACTORIES, SCALAR_TYPES, dataclass_fields, encode_value, factory_name
 
-__all__ = ["Category", "assemble", "category_of", "container_node", "container_token", "contents", "put_contents"]
+__all__ = [
+    "Category",
+    "assemble",
+    "category_of",
+    "container_node",
+    "container_token",
+    "contents",
+    "put_contents",
+    "refill_sequence",
+]
 
 Category: TypeAlias = Literal["mapping", "sequence", "record"]
 
@@ -162,6 +171,15 @@ def put_contents(value: Any, category: Category, changes: Mapping[Any, Any]) -> 
         return replace_fields(value, changes)
     for key, child in changes.items():
         value[key] = child
+    return value
+
+
+def refill_sequence(value: Any, children: Sequence[Any]) -> Any:
+    """Give a list or deque other children in place, or make a tuple of its class of them."""
+    if isinstance(value, tuple):
+        return tuple.__new__(type(value), children)
+    value.clear()
+    value.extend(children)
     return value
 
 

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from savestream.planners.containers import assemble, category_of, contents, put_contents
+from savestream.planners.containers import assemble, category_of, contents, put_contents, refill_sequence
 from savestream.planners.paths import Index, Path, part_text
 from savestream.planners.recorded import RecordedEnum, class_name, index_types, rebuild_enum
 from savestream.planners.structure import LeafNode, StateTree
@@ -60,8 +60,9 @@ def rebuild_into(target: Any, tree: StateTree, leaves: Mapping[str, Any]) -> Any
 def merge_value(target: Any, saved: Any) -> Any:
     """A saved plain value in the target's containers.
 
-    Containers keep the target's class and identity. Entries that only the target has stay; entries that only
-    the saved value has are ignored. Where nothing can be matched, the saved value itself is the result.
+    Containers keep the target's class and identity. A sequence takes the saved length: a history that has grown since
+    comes back whole. Of mappings and records, entries that only the target has stay, and those that only the saved
+    value has are ignored. Where nothing can be matched, the saved value itself is the result.
     """
     if isinstance(saved, RecordedEnum) and isinstance(target, enum.Enum):
         same = class_name(type(target)) == saved.type_name
@@ -70,6 +71,9 @@ def merge_value(target: Any, saved: Any) -> Any:
     if category is None or category != category_of(saved):
         return saved
     parts, children = contents(saved, category, "")
+    if category == "sequence" and len(target) != len(children):
+        merged = [merge_value(own, child) for own, child in zip(target, children, strict=False)]
+        return refill_sequence(target, [*merged, *children[len(merged) :]])
     values = {part_text(part): child for part, child in zip(parts, children, strict=True)}
     changes: dict[Any, Any] = {}
     for own, child in zip(*contents(target, category, ""), strict=True):

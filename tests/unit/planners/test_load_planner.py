@@ -201,12 +201,12 @@ def test_arrays_never_stand_for_values() -> None:
 
 
 def test_values_that_are_not_inline_are_compared_before_they_are_placed() -> None:
-    stored = save({"cfg": {"lr": 1}, "n": [1, 2]})
+    stored = save({"cfg": {"lr": 1, "old": 3}, "n": [1, 2]})
     target = {"cfg": {"lr": 0, "new": 5}, "n": [0]}
     with pytest.raises(LoadMismatchError) as caught:
         load(stored, target)
     assert caught.value.missing == ("cfg.new",)
-    assert caught.value.unexpected == ("n[1]",)
+    assert caught.value.unexpected == ("cfg.old",)
     assert target == {"cfg": {"lr": 0, "new": 5}, "n": [0]}
 
 
