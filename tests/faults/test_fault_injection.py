@@ -213,13 +213,16 @@ async def test_a_commit_whose_outcome_cannot_be_learnt_keeps_its_data(tmp_path):
 
 async def raised(load, error, hit):
     """Whether the load failed; if so, it must have failed as it should."""
+    found = None
     try:
         await load
-    except StorageError as found:
-        assert found.errno == (error if isinstance(error, int) else errno.EACCES)
-        assert (hit[0].path if isinstance(error, int) else "/some/place") in str(found)
-        return True
-    return False
+    except StorageError as failure:
+        found = failure
+    if found is None:
+        return False
+    assert found.errno == (error if isinstance(error, int) else errno.EACCES)
+    assert (hit[0].path if isinstance(error, int) else "/some/place") in str(found)
+    return True
 
 
 @pytest.mark.parametrize("kind", ["file", "memory"])
