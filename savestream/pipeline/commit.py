@@ -70,9 +70,8 @@ def join_path(prefix: str, name: str) -> str:
 
 
 def describe(location: Location, name: str = "") -> str:
-    """How messages call a place."""
-    parts = [location.backend.url.rstrip("/"), location.path, name]
-    return "/".join(part for part in parts if part)
+    """How messages call a place; :func:`~savestream.storage_backends.resolve_location` takes it back."""
+    return (location.child(name) if name else location).url
 
 
 def new_save_id() -> str:

@@ -74,7 +74,7 @@ class LoadTask:
                 metadata = await run_in_worker(metadata_of, checkpoint)
                 await checkpoint.fetch_parts(_needed_parts(checkpoint, metadata, request.keys))
                 planner, plan = await run_in_worker(self._plan, metadata)
-            loader = PlanLoader(checkpoint, planner, metadata, request.options, self._clock)
+            loader = PlanLoader(checkpoint, planner, request.options, self._clock)
             await loader.read(plan)
             result = await run_in_worker(_finish, planner, request.target)
         statistics = Statistics(

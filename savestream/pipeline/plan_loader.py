@@ -10,7 +10,7 @@ import numpy as np
 
 from savestream.arrays import HostArray, host_view
 from savestream.events import LoadStarted, notify
-from savestream.pipeline.open_checkpoint import OpenCheckpoint
+from savestream.pipeline.open_checkpoint import ChunkLocation, OpenCheckpoint
 from savestream.pipeline.options import LoadOptions
 from savestream.pipeline.reader import (
     Destination,
@@ -23,11 +23,21 @@ from savestream.pipeline.reader import (
 from savestream.pipeline.stage_clock import StageClock
 from savestream.planners.base import LoadPlanner
 from savestream.planners.default import DefaultLoadPlanner
-from savestream.planners.metadata import Metadata
 from savestream.planners.plan import LoadItemType, LoadPlan, ReadItem
 from savestream.threads import run_in_worker
 
 __all__ = ["PlanLoader", "part_ranges"]
+
+
+class _Reads(msgspec.Struct):
+    """Ranges to read, and for each part whom its frames feed."""
+
+    targets: dict[int, tuple[Sequence[Destination], dict[int, list[int]]]]
+    ranges: list[FrameRange]
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(piece.nbytes for piece in self.ranges)
 
 
 class PlanLoader:
@@ -37,34 +47,30 @@ class PlanLoader:
         self,
         checkpoint: OpenCheckpoint,
         planner: LoadPlanner,
-        metadata: Metadata,
         options: LoadOptions,
         clock: StageClock,
     ) -> None:
         self._checkpoint = checkpoint
         self._planner = planner
-        self._metadata = metadata
         self._options = options
         self._clock = clock
         self.raw_bytes = 0
         self.stored_bytes = 0
 
     async def read(self, plan: LoadPlan) -> None:
-        """Fill every array, then hand the planner its values."""
+        """Read values first, since they may still show a mismatch; then fill every array."""
         tensors, opaque, inline = self._sort(plan)
-        targets, ranges, opaque_data = await run_in_worker(self._plan_reads, tensors, opaque)
-        self.stored_bytes = sum(piece.nbytes for piece in ranges)
-        self.raw_bytes = sum(entry.array.nbytes for entries, _ in targets.values() for entry in entries)
+        arrays = await run_in_worker(_resolve_all, self._planner, tensors)
+        data = [np.empty(self._chunk(item).sizes, np.uint8) for item in opaque]
+        values_read = await run_in_worker(self._plan_reads, opaque, data)
+        tensors_read = await run_in_worker(self._plan_reads, tensors, arrays)
+        self.stored_bytes = values_read.stored_bytes + tensors_read.stored_bytes
+        self.raw_bytes = sum(array.nbytes for array in [*arrays, *data])
         notify(self._clock.observer, LoadStarted(self._checkpoint.place, len(plan.items), self.raw_bytes))
-        await read_ranges(
-            self._checkpoint,
-            targets,
-            ranges,
-            self._clock,
-            threads=self._options.threads,
-            verify=self._options.verify_digests,
-        )
-        await run_in_worker(self._commit, tensors, inline, list(zip(opaque, opaque_data, strict=True)))
+        await self._read(values_read)
+        await run_in_worker(self._load_values, inline, list(zip(opaque, data, strict=True)))
+        await self._read(tensors_read)
+        await run_in_worker(_commit_tensors, self._planner, tensors, arrays)
 
     def _sort(self, plan: LoadPlan) -> tuple[list[ReadItem], list[ReadItem], list[ReadItem]]:
         stored = set(self._checkpoint.root.plan.tensor_names)
@@ -74,44 +80,50 @@ class PlanLoader:
         inline = [item for item in values if item.storage_index.fqn not in stored]
         return tensors, opaque, inline
 
-    def _plan_reads(
-        self, tensors: Sequence[ReadItem], opaque: Sequence[ReadItem]
-    ) -> tuple[dict[int, tuple[Sequence[Destination], dict[int, list[int]]]], list[FrameRange], list[HostArray]]:
-        opaque_data: list[HostArray] = []
+    def _chunk(self, item: ReadItem) -> ChunkLocation:
+        return self._checkpoint.chunk_location(item.storage_index.fqn, item.storage_index.offset)
+
+    def _plan_reads(self, items: Sequence[ReadItem], arrays: Sequence[HostArray]) -> _Reads:
         by_part: dict[int, list[Destination]] = {}
-        for item, array in zip(tensors, _resolve_all(self._planner, tensors), strict=True):
-            chunk = self._checkpoint.chunk_location(item.storage_index.fqn, item.storage_index.offset)
-            entry = destination(item.dest_index.fqn, array, chunk, item.storage_offsets, item.lengths)
+        for item, array in zip(items, arrays, strict=True):
+            chunk = self._chunk(item)
+            whole = item.type is LoadItemType.BYTE_IO
+            offsets, lengths = ((0,), chunk.sizes) if whole else (item.storage_offsets, item.lengths)
+            entry = destination(item.dest_index.fqn, array, chunk, offsets, lengths)
             by_part.setdefault(chunk.part, []).append(entry)
-        for item in opaque:
-            chunk = self._checkpoint.chunk_location(item.storage_index.fqn, None)
-            opaque_data.append(np.empty(chunk.sizes, np.uint8))
-            entry = destination(item.dest_index.fqn, opaque_data[-1], chunk, (0,), chunk.sizes)
-            by_part.setdefault(chunk.part, []).append(entry)
-        targets: dict[int, tuple[Sequence[Destination], dict[int, list[int]]]] = {}
-        ranges: list[FrameRange] = []
+        reads = _Reads({}, [])
         for part, entries in sorted(by_part.items()):
             found, users = part_ranges(self._checkpoint, part, entries)
-            targets[part] = (entries, users)
-            ranges.extend(found)
-        return targets, ranges, opaque_data
+            reads.targets[part] = (entries, users)
+            reads.ranges.extend(found)
+        return reads
 
-    def _commit(
-        self,
-        tensors: Sequence[ReadItem],
-        inline: Sequence[ReadItem],
-        opaque: Sequence[tuple[ReadItem, HostArray]],
-    ) -> None:
+    async def _read(self, reads: _Reads) -> None:
+        await read_ranges(
+            self._checkpoint,
+            reads.targets,
+            reads.ranges,
+            self._clock,
+            threads=self._options.threads,
+            verify=self._options.verify_digests,
+        )
+
+    def _load_values(self, inline: Sequence[ReadItem], opaque: Sequence[tuple[ReadItem, HostArray]]) -> None:
         planner, root = self._planner, self._checkpoint.root
-        if type(planner).commit_tensor is not DefaultLoadPlanner.commit_tensor:
-            for item in tensors:
-                planner.commit_tensor(item, planner.resolve_tensor(item))
         numbers = {name: number for number, name in enumerate(root.plan.value_names)}
         for item in inline:
             encoded = msgspec.json.encode(root.values[numbers[item.storage_index.fqn]])
             planner.load_bytes(item, io.BytesIO(encoded))
         for item, data in opaque:
             planner.load_bytes(item, io.BytesIO(data.tobytes()))
+        if isinstance(planner, DefaultLoadPlanner):
+            planner.check_values()
+
+
+def _commit_tensors(planner: LoadPlanner, items: Sequence[ReadItem], arrays: Sequence[HostArray]) -> None:
+    if type(planner).commit_tensor is not DefaultLoadPlanner.commit_tensor:
+        for item, array in zip(items, arrays, strict=True):
+            planner.commit_tensor(item, array)
 
 
 def _resolve_all(planner: LoadPlanner, items: Sequence[ReadItem]) -> list[HostArray]:

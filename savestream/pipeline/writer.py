@@ -27,14 +27,13 @@ class RateLimit:
         self._lock = threading.Lock()
 
     def delay(self, nbytes: int) -> float:
-        """Seconds to wait before writing ``nbytes``."""
+        """Seconds to wait before writing ``nbytes``: until the bound would let them have been written."""
         if self._bytes_per_second is None:
             return 0.0
         with self._lock:
             now = time.monotonic()
-            start = max(now, self._free_at)
-            self._free_at = start + nbytes / self._bytes_per_second
-            return start - now
+            self._free_at = max(now, self._free_at) + nbytes / self._bytes_per_second
+            return self._free_at - now
 
 
 @contextmanager
