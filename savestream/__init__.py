@@ -35,7 +35,7 @@ from savestream.pipeline.engine import submit
 from savestream.pipeline.handle import SaveHandle
 from savestream.pipeline.inspection import CheckpointManifest
 from savestream.pipeline.options import LoadOptions, SaveOptions
-from savestream.pipeline.save_task import CheckpointInfo, Progress
+from savestream.pipeline.save_request import CheckpointInfo, Progress
 from savestream.pipeline.session import (
     delete,
     exists,

@@ -10,7 +10,8 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Future
 
 from savestream.pipeline.engine import Operation, require_asyncio, wait_future
-from savestream.pipeline.save_task import CheckpointInfo, Progress, SaveTask
+from savestream.pipeline.save_request import CheckpointInfo, Progress
+from savestream.pipeline.save_task import SaveTask
 
 __all__ = ["SaveHandle"]
 

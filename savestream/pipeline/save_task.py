@@ -4,123 +4,51 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-import io
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, Literal
+from typing import Literal
 
 import anyio
-import msgspec
-import numpy as np
-import xxhash
 
-from savestream.arrays import HostArray, dtype_from_name, host_view, is_array
 from savestream.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
-    PlanError,
     SavestreamError,
     SaveTimeoutError,
     StorageError,
     UnsupportedFormatError,
 )
-from savestream.events import Observer, OperationFailed, SaveCommitted, SavePlanned, SaveStaged, Statistics, notify
+from savestream.events import OperationFailed, SaveCommitted, SavePlanned, SaveStaged, Statistics, notify
 from savestream.pipeline.buffers import StagingPool
 from savestream.pipeline.codecs import CODECS
 from savestream.pipeline.commit import describe, discard, head_root, join_path, new_save_id, publish, read_root
-from savestream.pipeline.compiled_plan import CompiledPlan, compile_plan
+from savestream.pipeline.compiled_plan import CompiledPlan
 from savestream.pipeline.compression_choice import CompressionChooser
-from savestream.pipeline.coordination import Coordinator
 from savestream.pipeline.data_objects import DataObjects
 from savestream.pipeline.layout import FRAME_BYTES, plan_layout
 from savestream.pipeline.manifest import IndexPart, ObjectEntry, PartEntry, Root, encode_part, encode_root
-from savestream.pipeline.options import SaveOptions
-from savestream.pipeline.sources import ChunkSources, LiveSources, ResolvedSources
+from savestream.pipeline.preparation import Prepared, created_bytes, no_sources, prepare
+from savestream.pipeline.save_request import CheckpointInfo, Progress, SaveRequest
 from savestream.pipeline.stage_clock import StageClock
 from savestream.pipeline.staging import StagingQueue, group_blocks, lane_bytes, new_frames
 from savestream.pipeline.writer import RateLimit, fill_queue, write_queue
-from savestream.planners.base import SavePlanner
-from savestream.planners.cache import PlanCache
 from savestream.planners.default import DefaultSavePlanner
 from savestream.planners.metadata import StorageMeta
-from savestream.planners.plan import WriteItem
-from savestream.planners.values import encode_value
-from savestream.storage_backends import Location
 from savestream.storage_backends.base import ObjectInfo
 from savestream.threads import run_in_worker
 from savestream.version import __version__
 
-__all__ = ["CheckpointInfo", "Progress", "SaveRequest", "SaveTask"]
+__all__ = ["SaveTask"]
 
 logger = logging.getLogger("savestream")
 
 STREAM_BLOCK_BYTES = 16 * 1024 * 1024
 STAGED_BLOCK_BYTES = 32 * 1024 * 1024
 _STAGING_THREADS = 2
-_LAYOUT_VERSION = b"layout-1"
 
 StageMode = Literal["stream", "eager", "lazy"]
-
-
-class CheckpointInfo(msgspec.Struct, frozen=True):
-    """A committed save.
-
-    Attributes
-    ----------
-    location
-        Path or URL that ``load`` takes.
-    save_id
-        The 128-bit id of this save, in hex.
-    step
-        The step it was saved under, if any.
-    statistics
-        What the save did and what limited it.
-    """
-
-    location: str
-    save_id: str
-    step: int | None
-    statistics: Statistics
-
-
-class Progress(msgspec.Struct, frozen=True):
-    """How far a save is; bytes of array data before the codec. ``total_bytes`` is 0 until the plan is final."""
-
-    staged_bytes: int
-    written_bytes: int
-    total_bytes: int
-
-
-class SaveRequest(msgspec.Struct):
-    """The caller's arguments. ``state`` is dropped as soon as it is staged."""
-
-    state: Any
-    location: Location
-    options: SaveOptions
-    planner: SavePlanner | None
-    plan_cache: PlanCache | None
-    coordinator: Coordinator
-    metadata: object
-    metrics: Mapping[str, float] | None
-    step: int | None
-    overwrite: bool
-    observer: Observer | None
-
-
-class _Prepared(msgspec.Struct):
-    """A planned save: what runs, and the state's data that goes with it."""
-
-    planner: SavePlanner
-    compiled: CompiledPlan
-    sources: Callable[[], ChunkSources]
-    creates: bool
-    user: object
-    metrics: dict[str, object] | None
-    values: list[object]
-    fingerprint: bytes | None
-    from_cache: bool
 
 
 class SaveTask:
@@ -208,40 +136,11 @@ class SaveTask:
         except (CorruptCheckpointError, UnsupportedFormatError):
             return existing, None  # replaced all the same; data that a damaged root cannot name stays
 
-    def _prepare(self) -> _Prepared:
-        """Plan the save, or find that nothing changed since a cached plan. Runs in a worker thread."""
-        request = self._request
+    def _prepare(self) -> Prepared:
         with self._clock.measure("plan", 0, 0):
-            planner = request.planner or DefaultSavePlanner(allow_pickle=request.options.allow_pickle)
-            meta = StorageMeta(checkpoint_id=self.place, save_id=self._save_id)
-            planner.set_up_planner(request.state, meta, True)
-            if isinstance(planner, DefaultSavePlanner):
-                planner.capture_values()
-            fingerprint = self._fingerprint(planner) if request.plan_cache is not None else None
-            cached = request.plan_cache.get(fingerprint) if request.plan_cache and fingerprint is not None else None
-            compiled = cached if isinstance(cached, CompiledPlan) else _plan(planner)
-            creates = not (isinstance(planner, DefaultSavePlanner) and planner.resolves_live_leaves)
-            return _Prepared(
-                planner=planner,
-                compiled=compiled,
-                sources=_make_sources(planner, compiled, creates),
-                creates=creates,
-                user=encode_value(request.metadata, "metadata"),
-                metrics=_check_metrics(request.metrics),
-                values=[_value(planner, item) for item in compiled.value_items],
-                fingerprint=fingerprint,
-                from_cache=cached is not None,
-            )
+            return prepare(self._request, StorageMeta(checkpoint_id=self.place, save_id=self._save_id))
 
-    def _fingerprint(self, planner: SavePlanner) -> bytes | None:
-        own = planner.plan_fingerprint()
-        if own is None:
-            return None
-        coordinator = self._request.coordinator
-        ranks = f"{coordinator.rank}/{coordinator.world_size}".encode()
-        return xxhash.xxh3_128(b"\0".join([own, ranks, _LAYOUT_VERSION])).digest()
-
-    async def _write_data(self, prepared: _Prepared) -> list[ObjectEntry]:
+    async def _write_data(self, prepared: Prepared) -> list[ObjectEntry]:
         request, options = self._request, self._request.options
         objects = DataObjects(request.location.backend, self._object_path)
         pool = options.staging_pool or StagingPool(options.staging_limit_bytes)
@@ -259,7 +158,7 @@ class SaveTask:
             if options.staging_pool is None:
                 pool.close()
 
-    async def _run_queue(self, prepared: _Prepared, objects: DataObjects, pool: StagingPool) -> None:
+    async def _run_queue(self, prepared: Prepared, objects: DataObjects, pool: StagingPool) -> None:
         options = self._request.options
         capabilities = self._request.location.backend.capabilities
         encodes = options.compression != "none"
@@ -282,7 +181,7 @@ class SaveTask:
             clock=self._clock,
             on_staged=self._mark_staged,
         )
-        created = _created_bytes(prepared, blocks)
+        created = created_bytes(prepared, blocks)
         per_lane = lane_bytes(blocks, layout, encodes=encodes) + created
         output = per_lane - max(block.buffer_bytes for block in blocks)
         whole = sum(block.buffer_bytes for block in blocks) + lanes * output
@@ -293,7 +192,7 @@ class SaveTask:
                 async with pool.reserve(whole):
                     threads = min(_STAGING_THREADS, options.threads)
                     await fill_queue(queue, threads=threads, switch_interval_seconds=options.switch_interval_seconds)
-                    prepared.sources = queue.make_sources = _no_sources
+                    prepared.sources = queue.make_sources = no_sources
                     await write_queue(queue, objects, lanes=lanes, rate=rate, blocking_io=blocking, reserve_bytes=0)
             else:
                 await write_queue(queue, objects, lanes=lanes, rate=rate, blocking_io=blocking, reserve_bytes=per_lane)
@@ -313,7 +212,7 @@ class SaveTask:
     def _relative(self, suffix: str) -> str:
         return f"{self._save_id}/r{self._request.coordinator.rank:05d}{suffix}"
 
-    async def _write_index(self, prepared: _Prepared, objects: Sequence[ObjectEntry]) -> bytes:
+    async def _write_index(self, prepared: Prepared, objects: Sequence[ObjectEntry]) -> bytes:
         """Put this rank's index part and return the root that commits it."""
         location = self._request.location
         part = await run_in_worker(self._encode_part, objects)
@@ -334,7 +233,7 @@ class SaveTask:
         )
         return encode_part(part)
 
-    def _encode_root(self, prepared: _Prepared, part: bytes, path: str) -> bytes:
+    def _encode_root(self, prepared: Prepared, part: bytes, path: str) -> bytes:
         request = self._request
         entry = PartEntry(
             rank=request.coordinator.rank,
@@ -365,7 +264,7 @@ class SaveTask:
             except StorageError as error:  # what is left bears this save's id alone, and a later sweep removes it
                 logger.warning("%s: what a failed save wrote could not be removed: %s", self.place, error)
 
-    def _committed(self, prepared: _Prepared) -> CheckpointInfo:
+    def _committed(self, prepared: Prepared) -> CheckpointInfo:
         request = self._request
         if isinstance(prepared.planner, DefaultSavePlanner):
             prepared.planner.commit_plan()
@@ -385,64 +284,6 @@ class SaveTask:
         return CheckpointInfo(self.place, self._save_id, request.step, statistics)
 
 
-def _check_metrics(metrics: Mapping[str, float] | None) -> dict[str, object] | None:
-    if metrics is None:
-        return None
-    for name, value in metrics.items():
-        if not isinstance(name, str) or isinstance(value, bool) or not isinstance(value, int | float):
-            raise PlanError(f"metrics[{name!r}]={value!r}: metrics map names to numbers; use float(value)")
-    return {name: encode_value(float(value), f"metrics.{name}") for name, value in metrics.items()}
-
-
-def _plan(planner: SavePlanner) -> CompiledPlan:
-    plans, metadata = planner.create_global_plan([planner.create_local_plan()])
-    return compile_plan(planner.finish_plan(plans[0]), metadata)
-
-
-def _value(planner: SavePlanner, item: WriteItem) -> object:
-    data = planner.resolve_data(item)
-    if not isinstance(data, io.BytesIO):
-        raise PlanError(f"{item.index.fqn}: the planner resolved a value to {type(data).__qualname__}, not io.BytesIO")
-    return msgspec.Raw(data.getvalue())
-
-
-def _make_sources(planner: SavePlanner, compiled: CompiledPlan, creates: bool) -> Callable[[], ChunkSources]:
-    if creates:
-        return lambda: ResolvedSources(lambda chunk: _resolve(planner, compiled.chunk_items[chunk]))
-    assert isinstance(planner, DefaultSavePlanner)  # noqa: S101 - the only planner that resolves live leaves
-    live = planner.resolve_items(compiled.chunk_items[: compiled.opaque_from])
-    opaque = [_resolve(planner, item) for item in compiled.chunk_items[compiled.opaque_from :]]
-    sources = LiveSources([*live, *opaque])
-    return lambda: sources
-
-
-def _resolve(planner: SavePlanner, item: WriteItem) -> HostArray:
-    """What a planner makes of an item, checked against what the plan says of it."""
-    made = planner.resolve_data(item)
-    key = item.index.fqn
-    if item.tensor_data is None:
-        if not isinstance(made, io.BytesIO):
-            raise PlanError(f"{key}: the planner resolved bytes to {type(made).__qualname__}, not io.BytesIO")
-        data = np.frombuffer(made.getbuffer(), np.uint8)
-        if data.nbytes != item.chunk_nbytes:
-            raise PlanError(f"{key}: the planner planned {item.chunk_nbytes} bytes and resolved {data.nbytes}")
-        return data
-    if not is_array(made):
-        raise PlanError(f"{key}: the planner resolved an array to {type(made).__qualname__}")
-    array = host_view(made)
-    dtype, sizes = dtype_from_name(item.tensor_data.properties.dtype), item.tensor_data.chunk.sizes
-    if array.dtype != dtype or array.shape != sizes:
-        raise PlanError(
-            f"{key}: the planner planned {dtype} of shape {sizes} and resolved {array.dtype} of shape {array.shape}; "
-            "change the item's tensor_data together with resolve_data"
-        )
-    return array
-
-
-def _no_sources() -> ChunkSources:
-    return ChunkSources()
-
-
 def _fit(compiled: CompiledPlan, lanes: int, block_bytes: int, limit: int, encodes: bool) -> tuple[int, int]:
     """Lanes and block size that the budget allows; below the smallest of both a save runs alone in the budget."""
     while True:
@@ -456,17 +297,3 @@ def _fit(compiled: CompiledPlan, lanes: int, block_bytes: int, limit: int, encod
             block_bytes //= 2
         else:
             lanes -= 1
-
-
-def _created_bytes(prepared: _Prepared, blocks: Sequence[Any]) -> int:
-    """The most that one lane's planner-made chunks hold at once."""
-    if not prepared.creates:
-        return 0
-    items, order = prepared.compiled.chunk_items, prepared.compiled.layout.order.tolist()
-    largest = 0
-    for block in blocks:
-        chunks: set[int] = set()
-        for piece in block.pieces:
-            chunks.update([piece.chunk] if hasattr(piece, "chunk") else order[piece.first : piece.last])
-        largest = max(largest, sum(items[chunk].chunk_nbytes for chunk in chunks))
-    return largest

@@ -16,7 +16,8 @@ from savestream.pipeline.inspection import CheckpointManifest, inspect_checkpoin
 from savestream.pipeline.iteration import Runner, iterate_arrays
 from savestream.pipeline.load_task import LoadRequest, LoadTask
 from savestream.pipeline.options import LoadOptions, SaveOptions
-from savestream.pipeline.save_task import CheckpointInfo, SaveRequest, SaveTask
+from savestream.pipeline.save_request import CheckpointInfo, SaveRequest
+from savestream.pipeline.save_task import SaveTask
 from savestream.pipeline.verification import VerifyReport, verify_checkpoint
 from savestream.planners.base import LoadPlanner, SavePlanner
 from savestream.planners.cache import PlanCache

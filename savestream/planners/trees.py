@@ -135,8 +135,8 @@ def _describe(node: StateTree) -> str:
 def structure_for_items(tree: StateTree | None, names: Iterable[str]) -> StateTree:
     """The tree of a plan whose items a planner renamed, added or skipped.
 
-    Leaves that are not among ``names`` are dropped from their dicts; names that are not in ``tree`` become dict
-    entries at their own path.
+    Leaves that are not among ``names`` are dropped, with the containers that held nothing else; names that are not in
+    ``tree`` become dict entries at their own path.
 
     Raises
     ------
@@ -165,12 +165,14 @@ def tree_from_names(names: Iterable[str]) -> StateTree:
 
 
 def _skip(node: StateTree, keep: Collection[str], path: Path) -> StateTree | None:
-    """The node without leaves outside ``keep``; None where the node is such a leaf."""
+    """The node without leaves outside ``keep``; None where it is such a leaf, or held nothing else."""
     if isinstance(node, LeafNode):
         return node if node.fqn in keep else None
     parts = node_parts(node)
     children = [_skip(child, keep, (*path, part)) for part, child in zip(parts, node.children, strict=True)]
     kept = [(part, child) for part, child in zip(parts, children, strict=True) if child is not None]
+    if children and not kept:
+        return None
     if len(kept) < len(children) and not isinstance(node, MappingNode):
         gone = next(part for part, child in zip(parts, children, strict=True) if child is None)
         raise PlanError(

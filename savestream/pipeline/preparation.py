@@ -1,0 +1,154 @@
+"""Plans a save, or finds that nothing changed since a cached plan, and captures what the state holds besides arrays."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+import numpy as np
+import xxhash
+
+from savestream.arrays import HostArray, dtype_from_name, host_view, is_array
+from savestream.errors import PlanError
+from savestream.pipeline.compiled_plan import CompiledPlan, compile_plan
+from savestream.pipeline.coordination import Coordinator
+from savestream.pipeline.layout import Block, Piece
+from savestream.pipeline.save_request import SaveRequest
+from savestream.pipeline.sources import ChunkSources, LiveSources, ResolvedSources
+from savestream.planners.base import SavePlanner
+from savestream.planners.default import DefaultSavePlanner
+from savestream.planners.metadata import StorageMeta
+from savestream.planners.plan import WriteItem
+from savestream.planners.values import encode_value
+
+__all__ = ["Prepared", "created_bytes", "no_sources", "prepare"]
+
+_LAYOUT_VERSION = b"layout-1"
+
+
+class Prepared(msgspec.Struct):
+    """A planned save: what runs, and the state's data that goes with it."""
+
+    planner: SavePlanner
+    compiled: CompiledPlan
+    sources: Callable[[], ChunkSources]
+    creates: bool
+    user: object
+    metrics: dict[str, object] | None
+    values: list[object]
+    fingerprint: bytes | None
+    from_cache: bool
+
+
+def prepare(request: SaveRequest, meta: StorageMeta) -> Prepared:
+    """Plan a save. Runs in a worker thread.
+
+    Raises
+    ------
+    PlanError, UnsafeObjectError
+        The state, the metadata or the metrics cannot be saved.
+    """
+    user = encode_value(request.metadata, "metadata")
+    metrics = _check_metrics(request.metrics)
+    planner = request.planner or DefaultSavePlanner(allow_pickle=request.options.allow_pickle)
+    planner.set_up_planner(request.state, meta, True)
+    if isinstance(planner, DefaultSavePlanner):
+        planner.capture_values()
+    cache = request.plan_cache
+    fingerprint = _fingerprint(planner, request.coordinator) if cache is not None else None
+    cached = cache.get(fingerprint) if cache is not None and fingerprint is not None else None
+    compiled = cached if isinstance(cached, CompiledPlan) else _plan(planner)
+    creates = not (isinstance(planner, DefaultSavePlanner) and planner.resolves_live_leaves)
+    return Prepared(
+        planner=planner,
+        compiled=compiled,
+        sources=_make_sources(planner, compiled, creates),
+        creates=creates,
+        user=user,
+        metrics=metrics,
+        values=[_value(planner, item) for item in compiled.value_items],
+        fingerprint=fingerprint,
+        from_cache=cached is not None,
+    )
+
+
+def _fingerprint(planner: SavePlanner, coordinator: Coordinator) -> bytes | None:
+    own = planner.plan_fingerprint()
+    if own is None:
+        return None
+    ranks = f"{coordinator.rank}/{coordinator.world_size}".encode()
+    return xxhash.xxh3_128(b"\0".join([own, ranks, _LAYOUT_VERSION])).digest()
+
+
+def _check_metrics(metrics: Mapping[str, float] | None) -> dict[str, object] | None:
+    if metrics is None:
+        return None
+    for name, value in metrics.items():
+        if not isinstance(name, str) or isinstance(value, bool) or not isinstance(value, int | float):
+            raise PlanError(f"metrics[{name!r}]={value!r}: metrics map names to numbers; use float(value)")
+    return {name: encode_value(float(value), f"metrics.{name}") for name, value in metrics.items()}
+
+
+def _plan(planner: SavePlanner) -> CompiledPlan:
+    plans, metadata = planner.create_global_plan([planner.create_local_plan()])
+    return compile_plan(planner.finish_plan(plans[0]), metadata)
+
+
+def _value(planner: SavePlanner, item: WriteItem) -> object:
+    data = planner.resolve_data(item)
+    if not isinstance(data, io.BytesIO):
+        raise PlanError(f"{item.index.fqn}: the planner resolved a value to {type(data).__qualname__}, not io.BytesIO")
+    return msgspec.Raw(data.getvalue())
+
+
+def _make_sources(planner: SavePlanner, compiled: CompiledPlan, creates: bool) -> Callable[[], ChunkSources]:
+    if creates:
+        return lambda: ResolvedSources(lambda chunk: _resolve(planner, compiled.chunk_items[chunk]))
+    assert isinstance(planner, DefaultSavePlanner)  # noqa: S101 - the only planner that resolves live leaves
+    live = planner.resolve_items(compiled.chunk_items[: compiled.opaque_from])
+    opaque = [_resolve(planner, item) for item in compiled.chunk_items[compiled.opaque_from :]]
+    sources = LiveSources([*live, *opaque])
+    return lambda: sources
+
+
+def _resolve(planner: SavePlanner, item: WriteItem) -> HostArray:
+    """What a planner makes of an item, checked against what the plan says of it."""
+    made = planner.resolve_data(item)
+    key = item.index.fqn
+    if item.tensor_data is None:
+        if not isinstance(made, io.BytesIO):
+            raise PlanError(f"{key}: the planner resolved bytes to {type(made).__qualname__}, not io.BytesIO")
+        data = np.frombuffer(made.getbuffer(), np.uint8)
+        if data.nbytes != item.chunk_nbytes:
+            raise PlanError(f"{key}: the planner planned {item.chunk_nbytes} bytes and resolved {data.nbytes}")
+        return data
+    if not is_array(made):
+        raise PlanError(f"{key}: the planner resolved an array to {type(made).__qualname__}")
+    array = host_view(made)
+    dtype, sizes = dtype_from_name(item.tensor_data.properties.dtype), item.tensor_data.chunk.sizes
+    if array.dtype != dtype or array.shape != sizes:
+        raise PlanError(
+            f"{key}: the planner planned {dtype} of shape {sizes} and resolved {array.dtype} of shape {array.shape}; "
+            "change the item's tensor_data together with resolve_data"
+        )
+    return array
+
+
+def no_sources() -> ChunkSources:
+    """For a save whose blocks are all filled: it must not reach for the state any more."""
+    return ChunkSources()
+
+
+def created_bytes(prepared: Prepared, blocks: Sequence[Block]) -> int:
+    """The most that one lane's planner-made chunks hold at once."""
+    if not prepared.creates:
+        return 0
+    items, order = prepared.compiled.chunk_items, prepared.compiled.layout.order.tolist()
+    largest = 0
+    for block in blocks:
+        chunks: set[int] = set()
+        for piece in block.pieces:
+            chunks.update([piece.chunk] if isinstance(piece, Piece) else order[piece.first : piece.last])
+        largest = max(largest, sum(items[chunk].chunk_nbytes for chunk in chunks))
+    return largest
