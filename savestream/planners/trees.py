@@ -136,13 +136,13 @@ def structure_for_items(tree: StateTree | None, names: Iterable[str]) -> StateTr
     """The tree of a plan whose items a planner renamed, added or skipped.
 
     Leaves that are not among ``names`` are dropped, with the containers that held nothing else; names that are not in
-    ``tree`` become dict entries at their own path.
+    ``tree`` become entries of dicts and lists at their own path.
 
     Raises
     ------
     PlanError
         A skipped leaf is an element of a sequence or record, whose other elements must not shift; or a new name
-        leads into a leaf, a sequence or a record.
+        leads into a leaf, a sequence or a record that is there already, or new names leave a position out.
     """
     wanted = list(dict.fromkeys(names))
     if tree is None:
@@ -157,7 +157,7 @@ def structure_for_items(tree: StateTree | None, names: Iterable[str]) -> StateTr
 
 
 def tree_from_names(names: Iterable[str]) -> StateTree:
-    """A tree of dicts for leaves of which nothing but the names is known."""
+    """A tree of dicts and lists for leaves of which nothing but the names is known."""
     wanted = list(names)
     if wanted == [""]:
         return LeafNode("")
@@ -195,10 +195,26 @@ class _Entries:
             part_text(key): (key, child) for key, child in zip(node.keys, node.children, strict=True)
         }
 
-    def finished(self) -> MappingNode:
+    def finished(self) -> MappingNode | SequenceNode:
         keys = tuple([key for key, _ in self.children.values()])
         children = tuple([c.finished() if isinstance(c, _Entries) else c for _, c in self.children.values()])
+        if any(isinstance(key, Index) for key in keys):
+            return _new_list(keys, children)
         return MappingNode(self.node.kind, keys, children, self.node.extra)
+
+
+def _new_list(keys: Sequence[object], children: Sequence[StateTree]) -> SequenceNode:
+    """The list to which new names lead; they have to give all of its positions and nothing else."""
+    positions = [key.position if isinstance(key, Index) else -1 for key in keys]
+    if sorted(positions) != list(range(len(positions))):
+        names = [name for child in children for name in leaf_names(child)]
+        raise PlanError(
+            f"{', '.join(names[:4])}: a name that the plan adds collides with the structure: positions of a sequence "
+            "are left out, or mixed with other keys; give every position from [0] on"
+        )
+    return SequenceNode(
+        "list", tuple([child for _, child in sorted(zip(positions, children, strict=True), key=lambda p: p[0])])
+    )
 
 
 def _insert_all(tree: StateTree | None, names: Sequence[str]) -> StateTree:
@@ -219,7 +235,7 @@ def _insert(entries: _Entries, path: Path, name: str) -> None:
         text = part_text(part)
         found = entries.children.get(text)
         last = position == len(path) - 1
-        if isinstance(part, Index) or (last and found is not None):
+        if last and found is not None:
             break
         if last:
             entries.children[text] = (part, LeafNode(name))
@@ -233,7 +249,7 @@ def _insert(entries: _Entries, path: Path, name: str) -> None:
         entries = inner
     raise PlanError(
         f"{name!r}: the plan adds this name, which collides with the state's structure; new names may only lead to new "
-        "dict entries"
+        "entries of dicts, or to new lists"
     )
 
 

@@ -6,9 +6,11 @@ import collections
 import dataclasses
 import datetime
 import enum
+import importlib.util
 import struct
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -104,6 +106,17 @@ def snapshot(directory: Path) -> dict[str, bytes | None]:
 def fresh_place(name: str = "checkpoint") -> tuple[MemoryBackend, str]:
     """A place in memory that nobody else uses."""
     return MemoryBackend("test"), name
+
+
+def load_example(name: str) -> ModuleType:
+    """An example as a module."""
+    path = Path(__file__).resolve().parents[2] / "examples" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 class LowerCasingBackend(WrapperBackend):

@@ -15,6 +15,7 @@ EXAMPLES = PROJECT / "examples"
 # Scripts that need arguments to be quick, or other files to work on; test_demo.py runs demo.py.
 ARGUMENTS = {
     "async_save.py": [],
+    "custom_planner.py": [],
     "plain_loop.py": [],
     "tiny_trainer.py": ["--root", "checkpoints", "--steps", "3", "--save-every", "2", "--hidden-units", "32"],
 }
