@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
+import traceback
 import weakref
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
@@ -18,6 +19,13 @@ __all__ = ["SaveHandle"]
 logger = logging.getLogger("savestream")
 
 
+class _Inquiry:
+    """Whether anybody has asked for a save's result."""
+
+    def __init__(self) -> None:
+        self.made = False
+
+
 class SaveHandle:
     """A save in the background. Await it for the durable result; it re-raises the background error.
 
@@ -28,8 +36,8 @@ class SaveHandle:
     def __init__(self, task: SaveTask, operation: Operation[CheckpointInfo]) -> None:
         self._task = task
         self._operation = operation
-        self._retrieved = False
-        operation.future.add_done_callback(_log_if_dropped(weakref.ref(self), task.place))
+        self._inquiry = _Inquiry()
+        operation.future.add_done_callback(_log_if_dropped(weakref.ref(self), self._inquiry, task.place))
 
     def __repr__(self) -> str:
         state = "running" if not self.done() else "done"
@@ -40,7 +48,7 @@ class SaveHandle:
 
     async def _wait(self) -> CheckpointInfo:
         require_asyncio()
-        self._retrieved = True
+        self._inquiry.made = True
         return await wait_future(self._operation, cancel_on_cancel=False)
 
     async def staged(self) -> None:
@@ -54,7 +62,7 @@ class SaveHandle:
 
     def result(self, timeout: float | None = None) -> CheckpointInfo:
         """The durable result, for code without a loop; blocks at most ``timeout`` seconds (then ``TimeoutError``)."""
-        self._retrieved = True
+        self._inquiry.made = True
         return self._operation.future.result(timeout)
 
     def done(self) -> bool:
@@ -63,7 +71,7 @@ class SaveHandle:
 
     def exception(self) -> BaseException | None:
         """The error of a save that has ended, or None; ``CancelledError`` where it was cancelled."""
-        self._retrieved = True
+        self._inquiry.made = True
         try:
             return self._operation.future.exception(0)
         except concurrent.futures.CancelledError as error:
@@ -74,7 +82,7 @@ class SaveHandle:
 
         From the moment the commit has been sent it can no longer be cancelled, and the handle resolves normally.
         """
-        self._retrieved = True
+        self._inquiry.made = True
         self._operation.cancel()
 
     def progress(self) -> Progress:
@@ -92,6 +100,7 @@ class SaveHandle:
     def _settled_by(self, milestone: Future[None]) -> Future[None]:
         """A future that follows ``milestone``, or the save's end if that comes first."""
         settled: Future[None] = Future()
+        inquiry = self._inquiry  # not self: what waits for the end must not keep a dropped handle alive
 
         def from_milestone(_: Future[None]) -> None:
             if not settled.done():
@@ -100,7 +109,7 @@ class SaveHandle:
         def from_end(end: Future[CheckpointInfo]) -> None:
             if milestone.done() or settled.done():
                 return
-            self._retrieved = True
+            inquiry.made = True
             if end.cancelled():
                 settled.cancel()
             else:
@@ -133,7 +142,9 @@ async def _wait_out(operation: Operation[CheckpointInfo]) -> None:
         waiter.exception()
 
 
-def _log_if_dropped(handle: weakref.ref[SaveHandle], place: str) -> Callable[[Future[CheckpointInfo]], None]:
+def _log_if_dropped(
+    handle: weakref.ref[SaveHandle], inquiry: _Inquiry, place: str
+) -> Callable[[Future[CheckpointInfo]], None]:
     """An error that nobody will ask for must not vanish: log it when the handle is gone, or goes, unasked."""
 
     def report(future: Future[CheckpointInfo]) -> None:
@@ -143,11 +154,13 @@ def _log_if_dropped(handle: weakref.ref[SaveHandle], place: str) -> Callable[[Fu
         if alive is None:
             logger.error("%s: a background save failed and its handle was dropped", place, exc_info=future.exception())
         else:
-            weakref.finalize(alive, _report_unretrieved, alive.__dict__, future, place).atexit = False
+            # Only text: the error's traceback leads to the caller's frames, and from there back to the handle.
+            text = "".join(traceback.format_exception(future.exception()))
+            weakref.finalize(alive, _report_unasked, inquiry, text, place).atexit = False
 
     return report
 
 
-def _report_unretrieved(fields: dict[str, object], future: Future[CheckpointInfo], place: str) -> None:
-    if not fields.get("_retrieved"):
-        logger.error("%s: a background save failed and nobody asked", place, exc_info=future.exception())
+def _report_unasked(inquiry: _Inquiry, error: str, place: str) -> None:
+    if not inquiry.made:
+        logger.error("%s: a background save failed and nobody asked:\n%s", place, error)
