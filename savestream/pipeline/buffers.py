@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import mmap
 import threading
@@ -15,7 +16,7 @@ import anyio
 import numpy as np
 import numpy.typing as npt
 
-from savestream.errors import PlanError, UsageError
+from savestream.errors import PlanError, StorageError, UsageError
 
 __all__ = ["PAGE_BYTES", "Bytes", "StagingBuffer", "StagingPool", "aligned_bytes", "allocate_array", "round_up"]
 
@@ -56,11 +57,25 @@ def _advise(memory: mmap.mmap, option: int) -> None:
 
 
 def allocate_array(dtype: np.dtype[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
-    """An array for a load without a target; from 2 MiB on it has its own pages, so that storage reads straight in."""
+    """An array for a load without a target; from 2 MiB on it has its own pages, so that storage reads straight in.
+
+    Raises
+    ------
+    StorageError
+        The memory is not to be had (``ENOMEM``); a manifest may state any size.
+    """
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < _OWN_PAGES_FROM_BYTES:
         return np.empty(shape, dtype)
-    return aligned_bytes(round_up(nbytes, PAGE_BYTES))[:nbytes].view(dtype).reshape(shape)
+    try:
+        memory = aligned_bytes(round_up(nbytes, PAGE_BYTES))
+    except (MemoryError, OSError, OverflowError, ValueError) as error:
+        raise StorageError(
+            errno.ENOMEM,
+            f"the checkpoint states an array of dtype {dtype} and shape {shape}, and {nbytes} bytes of memory could "
+            "not be allocated; load the other keys alone (keys=), or into a target",
+        ) from error
+    return memory[:nbytes].view(dtype).reshape(shape)
 
 
 class StagingBuffer:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -12,7 +11,7 @@ from savestream.arrays import dtype_from_name
 from savestream.events import LoadFinished, Observer, OperationFailed, Statistics, notify
 from savestream.pipeline.buffers import allocate_array
 from savestream.pipeline.commit import describe
-from savestream.pipeline.open_checkpoint import OpenCheckpoint, VanishedDataError, metadata_of, open_checkpoint
+from savestream.pipeline.open_checkpoint import OpenCheckpoint, following_overwrites, metadata_of
 from savestream.pipeline.options import LoadOptions
 from savestream.pipeline.plan_loader import PlanLoader
 from savestream.pipeline.stage_clock import StageClock
@@ -50,33 +49,21 @@ class LoadTask:
     async def run(self) -> object:
         """Load, or raise: mismatches and bad targets before anything of the target is touched."""
         request = self._request
-        place = describe(request.location)
         try:
-            return await self._run_once()
-        except VanishedDataError as error:
-            if not await self._was_overwritten(error):
-                notify(request.observer, OperationFailed("load", place, repr(error)))
-                raise
-            return await self._run_once()
+            return await following_overwrites(request.location, self._run_once)
         except BaseException as error:
-            notify(request.observer, OperationFailed("load", place, repr(error)))
+            notify(request.observer, OperationFailed("load", describe(request.location), repr(error)))
             raise
 
-    async def _was_overwritten(self, error: VanishedDataError) -> bool:
-        """Whether the root names another save by now: then the data did not vanish, it was replaced."""
-        return (await open_checkpoint(self._request.location)).root.checkpoint_id != error.checkpoint_id
-
-    async def _run_once(self) -> object:
+    async def _run_once(self, checkpoint: OpenCheckpoint) -> object:
         request = self._request
-        checkpoint = await open_checkpoint(request.location)
-        with _remember_id(checkpoint):
-            with self._clock.measure("plan", 0, 0):
-                metadata = await run_in_worker(metadata_of, checkpoint)
-                await checkpoint.fetch_parts(_needed_parts(checkpoint, metadata, request.keys))
-                planner, plan = await run_in_worker(self._plan, metadata)
-            loader = PlanLoader(checkpoint, planner, request.options, self._clock)
-            await loader.read(plan)
-            result = await run_in_worker(_finish, planner, request.target)
+        with self._clock.measure("plan", 0, 0):
+            metadata = await run_in_worker(metadata_of, checkpoint)
+            await checkpoint.fetch_parts(_needed_parts(checkpoint, metadata, request.keys))
+            planner, plan = await run_in_worker(self._plan, metadata)
+        loader = PlanLoader(checkpoint, planner, request.options, self._clock)
+        await loader.read(plan)
+        result = await run_in_worker(_finish, planner, request.target)
         statistics = Statistics(
             stages=self._clock.snapshot(),
             total_seconds=self._clock.elapsed_seconds,
@@ -110,15 +97,6 @@ class LoadTask:
             types=options.types,
             allow_pickle=options.allow_pickle,
         )
-
-
-@contextmanager
-def _remember_id(checkpoint: OpenCheckpoint) -> Iterator[None]:
-    try:
-        yield
-    except VanishedDataError as error:
-        error.checkpoint_id = checkpoint.root.checkpoint_id
-        raise
 
 
 def _needed_parts(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import errno
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
 from math import prod
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -29,15 +30,23 @@ from savestream.planners.state_dict import tree_mappings
 from savestream.storage_backends import Location
 from savestream.threads import run_in_worker, task_group
 
-__all__ = ["ChunkLocation", "OpenCheckpoint", "VanishedDataError", "metadata_of", "open_checkpoint"]
+__all__ = [
+    "ChunkLocation",
+    "OpenCheckpoint",
+    "VanishedDataError",
+    "following_overwrites",
+    "metadata_of",
+    "open_checkpoint",
+]
 
+Result = TypeVar("Result")
+
+_OVERWRITES_FOLLOWED = 8
 _KIND_ENCODINGS = {1: "bytes", 2: "pickle"}
 
 
 class VanishedDataError(CorruptCheckpointError):
     """An object that the root names is gone: damage, unless the checkpoint was overwritten meanwhile."""
-
-    checkpoint_id: str | None = None
 
 
 class ChunkLocation(msgspec.Struct, frozen=True, gc=False):
@@ -174,7 +183,28 @@ class _ChunkPlaces(Mapping[MetadataIndex, tuple[int, int]]):
 async def open_checkpoint(location: Location) -> OpenCheckpoint:
     """Read the root of the checkpoint at ``location``."""
     root = await read_root(location)
+    if root.depends_on:
+        raise UnsupportedFormatError(
+            f"{describe(location)}: it needs data of {len(root.depends_on)} other checkpoint(s) (depends_on), which "
+            "this savestream cannot read; a newer one is needed"
+        )
     return await run_in_worker(OpenCheckpoint, location, root)
+
+
+async def following_overwrites(location: Location, attempt: Callable[[OpenCheckpoint], Awaitable[Result]]) -> Result:
+    """Run ``attempt`` on the checkpoint at ``location``; again where what it was reading has been replaced meanwhile.
+
+    Each repetition needs another save to have been committed, so a reader beside one writer repeats once as a rule.
+    """
+    for _ in range(_OVERWRITES_FOLLOWED):
+        checkpoint = await open_checkpoint(location)
+        try:
+            return await attempt(checkpoint)
+        except (VanishedDataError, StorageError) as error:
+            vanished = isinstance(error, VanishedDataError) or error.errno in (errno.ENOENT, errno.ESTALE)
+            if not vanished or (await read_root(location)).checkpoint_id == checkpoint.root.checkpoint_id:
+                raise
+    return await attempt(await open_checkpoint(location))
 
 
 def _chunk_boxes(checkpoint: OpenCheckpoint) -> list[tuple[ChunkStorageMetadata, ...]]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from savestream.arrays import HostArray, host_view
 from savestream.events import LoadStarted, notify
+from savestream.pipeline.buffers import allocate_array
 from savestream.pipeline.open_checkpoint import ChunkLocation, OpenCheckpoint
 from savestream.pipeline.options import LoadOptions
 from savestream.pipeline.reader import (
@@ -61,7 +62,7 @@ class PlanLoader:
         """Read values first, since they may still show a mismatch; then fill every array."""
         tensors, opaque, inline = self._sort(plan)
         arrays = await run_in_worker(_resolve_all, self._planner, tensors)
-        data = [np.empty(self._chunk(item).sizes, np.uint8) for item in opaque]
+        data = [allocate_array(np.dtype(np.uint8), self._chunk(item).sizes) for item in opaque]
         values_read = await run_in_worker(self._plan_reads, opaque, data)
         tensors_read = await run_in_worker(self._plan_reads, tensors, arrays)
         self.stored_bytes = values_read.stored_bytes + tensors_read.stored_bytes

@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
-import errno
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
-import anyio
 import msgspec
 import numpy as np
 
 from savestream.arrays import HostArray, dtype_from_name
-from savestream.errors import CorruptCheckpointError, StorageError
+from savestream.errors import CorruptCheckpointError
 from savestream.events import RangeRead, notify
 from savestream.pipeline.buffers import PAGE_BYTES, Bytes, StagingBuffer, round_up
 from savestream.pipeline.codecs import RAW, FrameDecoder, digest
+from savestream.pipeline.data_readers import DataReaders
 from savestream.pipeline.limits import MAXIMUM_FRAME_BYTES
 from savestream.pipeline.manifest import Frames
-from savestream.pipeline.open_checkpoint import ChunkLocation, OpenCheckpoint, VanishedDataError
+from savestream.pipeline.open_checkpoint import ChunkLocation, OpenCheckpoint
 from savestream.pipeline.placement import box_spans, place_elements
 from savestream.pipeline.sources import as_plain_elements
 from savestream.pipeline.stage_clock import StageClock
 from savestream.storage_backends.base import ObjectReader
 from savestream.threads import run_in_worker, stopping
 
-__all__ = ["Destination", "FrameRange", "destination", "plan_ranges", "preferred_range_bytes", "read_ranges"]
+__all__ = [
+    "Destination",
+    "FrameRange",
+    "destination",
+    "list_keys",
+    "plan_ranges",
+    "preferred_range_bytes",
+    "read_ranges",
+]
 
 _BOUNCE_BYTES = 4 * 1024 * 1024
 _DIRECT_FROM_BYTES = 1024 * 1024
@@ -248,13 +255,18 @@ class _RangeReader:
         start = int(frames.offset[frame])
         stop = start + int(frames.stored_length[frame])
         targets, users = self._targets[piece.part]
-        keys = sorted({targets[number].key for number in users.get(frame, ())})
-        shown = ", ".join(repr(key) for key in keys[:8]) + (f" and {len(keys) - 8} more" if len(keys) > 8 else "")
+        shown = list_keys(targets[number].key for number in users.get(frame, ()))
         path = self._checkpoint.parts[piece.part].objects[piece.object_index].path
         return CorruptCheckpointError(
             f"{self._checkpoint.place}/{path}: bytes {start}-{stop} are damaged ({error}); keys affected: {shown}. A "
             "target that was being filled has undefined content; load an earlier checkpoint, or the other keys alone"
         )
+
+
+def list_keys(keys: Iterable[str]) -> str:
+    """Keys for a message, each once."""
+    names = sorted(set(keys))
+    return ", ".join(repr(name) for name in names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def _place_part(target: Destination, frame_start: int, frame_stop: int, raw: Bytes) -> None:
@@ -286,7 +298,8 @@ async def read_ranges(
     if not ranges:
         return
     stop = threading.Event()
-    async with _Readers(checkpoint, ranges) as readers:
+    wanted = [(piece.part, piece.object_index) for piece in ranges]
+    async with DataReaders(checkpoint, wanted, check_sizes=on_problem is None) as readers:
         pending = iter(ranges)
         lock = threading.Lock()
 
@@ -304,60 +317,11 @@ async def read_ranges(
                     group.start_soon(_read_async, worker, readers, next_range, clock)
 
 
-class _Readers:
-    """The data objects that the ranges need, each opened once and checked against the length the part states."""
-
-    def __init__(self, checkpoint: OpenCheckpoint, ranges: Sequence[FrameRange]) -> None:
-        self._checkpoint = checkpoint
-        self._wanted = sorted({(piece.part, piece.object_index) for piece in ranges})
-        self._open: dict[tuple[int, int], ObjectReader] = {}
-
-    def of(self, piece: FrameRange) -> ObjectReader:
-        return self._open[piece.part, piece.object_index]
-
-    async def __aenter__(self) -> Self:
-        try:
-            for part, index in self._wanted:
-                self._open[part, index] = await self._open_one(part, index)
-        except BaseException as error:
-            await self.__aexit__(type(error))
-            raise
-        return self
-
-    async def _open_one(self, part: int, index: int) -> ObjectReader:
-        entry = self._checkpoint.parts[part].objects[index]
-        place = f"{self._checkpoint.place}/{entry.path}"
-        path = self._checkpoint.object_path(part, index)
-        try:
-            reader = await self._checkpoint.location.backend.open_reader(path)
-        except StorageError as error:
-            if error.errno in (errno.ENOENT, errno.ENOTDIR):
-                raise VanishedDataError(f"{place}: missing, although the manifest names it") from error
-            raise
-        if reader.size_bytes < entry.bytes:
-            size = reader.size_bytes
-            await reader.close()
-            raise CorruptCheckpointError(f"{place}: truncated, {size} of {entry.bytes} bytes are there")
-        return reader
-
-    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Close them all, whatever happens; an error of the load goes before one of closing."""
-        failures: list[StorageError] = []
-        with anyio.CancelScope(shield=True):
-            for reader in self._open.values():
-                try:
-                    await reader.close()
-                except StorageError as error:
-                    failures.append(error)
-        if failures and kind is None:
-            raise failures[0]
-
-
 def _read_blocking(
-    worker: _RangeReader, readers: _Readers, next_range: Callable[[], FrameRange | None], clock: StageClock
+    worker: _RangeReader, readers: DataReaders, next_range: Callable[[], FrameRange | None], clock: StageClock
 ) -> None:
     while (piece := next_range()) is not None:
-        reader = readers.of(piece)
+        reader = readers.of(piece.part, piece.object_index)
         started = time.perf_counter()
         offset, memory, data = worker.window(piece, reader.size_bytes)
         reader.read_into_blocking(offset, memory.data)
@@ -366,10 +330,10 @@ def _read_blocking(
 
 
 async def _read_async(
-    worker: _RangeReader, readers: _Readers, next_range: Callable[[], FrameRange | None], clock: StageClock
+    worker: _RangeReader, readers: DataReaders, next_range: Callable[[], FrameRange | None], clock: StageClock
 ) -> None:
     while (piece := next_range()) is not None:
-        reader = readers.of(piece)
+        reader = readers.of(piece.part, piece.object_index)
         started = time.perf_counter()
         offset, memory, data = worker.window(piece, reader.size_bytes)
         await reader.read_into(offset, memory.data)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -10,10 +10,10 @@ import numpy as np
 from savestream.arrays import dtype_from_name
 from savestream.errors import CorruptCheckpointError
 from savestream.events import Observer
-from savestream.pipeline.open_checkpoint import OpenCheckpoint, open_checkpoint
+from savestream.pipeline.open_checkpoint import OpenCheckpoint, VanishedDataError, following_overwrites
 from savestream.pipeline.options import LoadOptions
 from savestream.pipeline.plan_loader import part_ranges
-from savestream.pipeline.reader import Destination, FrameRange, read_ranges
+from savestream.pipeline.reader import Destination, FrameRange, list_keys, read_ranges
 from savestream.pipeline.stage_clock import StageClock
 from savestream.storage_backends import Location
 from savestream.threads import run_in_worker
@@ -32,28 +32,34 @@ class VerifyReport(msgspec.Struct, frozen=True):
 
 async def verify_checkpoint(location: Location, options: LoadOptions, observer: Observer | None) -> VerifyReport:
     """Read everything and check every digest; one error lists all damage."""
-    checkpoint = await open_checkpoint(location)
-    clock = StageClock(observer)
-    await checkpoint.fetch_parts(range(len(checkpoint.root.parts)))
-    problems: list[str] = []
+    return await following_overwrites(location, lambda checkpoint: _verify(checkpoint, options, observer))
+
+
+async def _verify(checkpoint: OpenCheckpoint, options: LoadOptions, observer: Observer | None) -> VerifyReport:
+    problems: list[CorruptCheckpointError] = []
+    for number in range(len(checkpoint.root.parts)):
+        try:
+            await checkpoint.fetch_parts([number])
+        except CorruptCheckpointError as error:
+            problems.append(error)
     ranges: list[FrameRange] = []
     targets: dict[int, tuple[Sequence[Destination], dict[int, list[int]]]] = {}
     for number in checkpoint.parts:
         found, users, entries = await run_in_worker(_every_frame, checkpoint, number)
         targets[number] = (entries, users)
-        ranges.extend(found)
+        sizes = await _check_objects(checkpoint, number, entries, users, problems)
+        ranges += await run_in_worker(_within, checkpoint, found, sizes)
     await read_ranges(
         checkpoint,
         targets,
         ranges,
-        clock,
+        StageClock(observer),
         threads=options.threads,
         verify=True,
-        on_problem=lambda error: problems.append(str(error)),
+        on_problem=problems.append,
     )
     if problems:
-        more = f" (and {len(problems) - 1} more; see the error's problems)" if len(problems) > 1 else ""
-        raise CorruptCheckpointError(problems[0] + more, problems)
+        raise _summary(problems)
     parts = checkpoint.parts.values()
     return VerifyReport(
         location=checkpoint.place,
@@ -61,6 +67,54 @@ async def verify_checkpoint(location: Location, options: LoadOptions, observer: 
         stored_bytes=sum(int(part.frames.stored_length.sum()) for part in parts),
         raw_bytes=sum(entry.raw_bytes for entry in checkpoint.root.parts),
     )
+
+
+def _summary(problems: Sequence[CorruptCheckpointError]) -> CorruptCheckpointError:
+    """One error for all; it tells of vanished objects by its type, since they may have been replaced."""
+    lines = [str(problem) for problem in problems]
+    more = f" (and {len(lines) - 1} more; see the error's problems)" if len(lines) > 1 else ""
+    vanished = any(isinstance(problem, VanishedDataError) for problem in problems)
+    return (VanishedDataError if vanished else CorruptCheckpointError)(lines[0] + more, lines)
+
+
+async def _check_objects(
+    checkpoint: OpenCheckpoint,
+    part: int,
+    entries: Sequence[Destination],
+    users: Mapping[int, Sequence[int]],
+    problems: list[CorruptCheckpointError],
+) -> list[int]:
+    """The actual size of each data object of a part; one that is absent counts as empty."""
+    frames = checkpoint.parts[part].frames
+    sizes: list[int] = []
+    for index, entry in enumerate(checkpoint.parts[part].objects):
+        found = await checkpoint.location.backend.head(checkpoint.object_path(part, index))
+        sizes.append(0 if found is None else found.size_bytes)
+        lost = (frames.object == index) & (frames.offset + frames.stored_length > sizes[-1])
+        keys = (entries[number].key for frame in np.flatnonzero(lost).tolist() for number in users.get(frame, ()))
+        place, affected = f"{checkpoint.place}/{entry.path}", f"keys affected: {list_keys(keys) or 'none'}"
+        if found is None:
+            problems.append(VanishedDataError(f"{place}: missing, although the manifest names it; {affected}"))
+        elif sizes[-1] < entry.bytes:
+            counts = f"{sizes[-1]} of {entry.bytes} bytes are there"
+            problems.append(CorruptCheckpointError(f"{place}: truncated, {counts}; {affected}"))
+        elif sizes[-1] > entry.bytes:
+            counts = f"{sizes[-1]} bytes are there, {entry.bytes} were written"
+            problems.append(CorruptCheckpointError(f"{place}: extended, {counts}; {affected}"))
+    return sizes
+
+
+def _within(checkpoint: OpenCheckpoint, ranges: Sequence[FrameRange], sizes: Sequence[int]) -> list[FrameRange]:
+    """The ranges without the frames that reach beyond the end of their object."""
+    kept = []
+    for piece in ranges:
+        frames = checkpoint.parts[piece.part].frames
+        ends = {frame: int(frames.offset[frame] + frames.stored_length[frame]) for frame in piece.frames}
+        there = [frame for frame in piece.frames if ends[frame] <= sizes[piece.object_index]]
+        if there:
+            nbytes = max(ends[frame] for frame in there) - piece.offset
+            kept.append(FrameRange(piece.part, piece.object_index, piece.offset, nbytes, there))
+    return kept
 
 
 def _every_frame(
