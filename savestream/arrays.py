@@ -81,7 +81,10 @@ class _NumpyAdapter:
 
     def info(self, array: Any, key: str) -> ArrayInfo:
         dtype = array.dtype
-        name = _interned_dtype_name(dtype)
+        try:
+            name = _interned_dtype_name(dtype)
+        except UnsafeObjectError as error:
+            raise UnsafeObjectError(f"{key}: {error}") from None
         if name is None:
             raise UnsafeObjectError(
                 f"{key}: arrays of dtype {dtype} hold Python objects, which only pickle could store; "

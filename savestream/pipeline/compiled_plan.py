@@ -21,9 +21,10 @@ from savestream.planners.metadata import (
     PlannerData,
     TensorStorageMetadata,
 )
+from savestream.planners.paths import part_text
 from savestream.planners.plan import SavePlan, WriteItem
 from savestream.planners.state_dict import structure_for_items
-from savestream.planners.structure import MappingNode
+from savestream.planners.structure import LeafNode, MappingNode, StateTree
 
 __all__ = ["CompiledPlan", "compile_plan", "plane_width"]
 
@@ -161,14 +162,37 @@ def _section(
     dtypes = list(dict.fromkeys(row[1] for row in rows))
     data = metadata.planner_data
     tree = data.tree if isinstance(data, PlannerData) and data.tree is not None else MappingNode("dict", (), ())
+    tree, stored = _with_stored_names(structure_for_items(tree, [*names, *value_names]))
+    names, value_names = ([stored.get(name, name) for name in part] for part in (names, value_names))
     return PlanSection(
         dtypes=dtypes,
-        tree=structure_for_items(tree, [*names, *value_names]),
+        tree=tree,
         tensors=_tensor_table(rows, dtypes),
         chunks=_chunk_table(rows, raw_offsets),
         tensor_names=names,
         value_names=value_names,
     )
+
+
+def _with_stored_names(tree: StateTree) -> tuple[StateTree, dict[str, str]]:
+    """The tree with each leaf named by its path, as the format asks, and the names that this changes.
+
+    They differ only where a state was not flattened: its str keys are the planner's names as they stand.
+    """
+    if not isinstance(tree, MappingNode):
+        return tree, {}
+    stored = {
+        child.fqn: part_text(key)
+        for key, child in zip(tree.keys, tree.children, strict=True)
+        if type(child) is LeafNode
+    }
+    changed = {fqn: name for fqn, name in stored.items() if fqn != name}
+    if not changed:
+        return tree, {}
+    children = [
+        LeafNode(changed.get(child.fqn, child.fqn)) if type(child) is LeafNode else child for child in tree.children
+    ]
+    return msgspec.structs.replace(tree, children=tuple(children)), changed
 
 
 def _tensor_table(

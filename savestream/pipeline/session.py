@@ -12,6 +12,7 @@ from savestream.pipeline.commit import CheckpointEntry, delete_checkpoint, find_
 from savestream.pipeline.coordination import Coordinator, choose_coordinator
 from savestream.pipeline.engine import call, current_engine, require_asyncio
 from savestream.pipeline.handle import SaveHandle
+from savestream.pipeline.index_part import is_count
 from savestream.pipeline.inspection import CheckpointManifest, inspect_checkpoint
 from savestream.pipeline.iteration import Runner, iterate_arrays
 from savestream.pipeline.load_task import LoadRequest, LoadTask
@@ -172,8 +173,8 @@ def _save_request(
     step: int | None,
     metrics: Mapping[str, float] | None,
 ) -> SaveRequest:
-    if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
-        raise PlanError(f"step={step!r}: must be a non-negative integer")
+    if step is not None and not is_count(step):
+        raise PlanError(f"step={step!r}: must be an integer from 0 to 2**62")
     return SaveRequest(
         state=state,
         location=_locate(dest),

@@ -104,11 +104,11 @@ def fingerprint(flat: FlatState, opaque_lengths: Mapping[str, tuple[str, int]], 
         16 bytes.
     """
     digest = xxhash.xxh3_128()
-    names = "\n".join(flat.names).encode()
+    names = "\n".join(flat.names).encode(errors="surrogatepass")
     lengths = np.fromiter(map(len, flat.names), np.uint32, len(flat.names))
     codes, table = _signatures(flat)
     aliases = np.array(list(alias_partition(flat).items()), np.uint64).tobytes()
-    opaque = msgspec.json.encode(sorted((name, *entry) for name, entry in opaque_lengths.items()))
+    opaque = repr(sorted((name, *entry) for name, entry in opaque_lengths.items())).encode()
     tokens = msgspec.json.encode(flat.tokens)
     for part in (names, lengths.tobytes(), codes, table, tokens, bytes(flat.kinds), aliases, opaque, *extra):
         _update(digest, len(part).to_bytes(8, "little"))

@@ -100,7 +100,7 @@ class DefaultLoadPlanner(LoadPlanner):
         data = metadata.planner_data if isinstance(metadata.planner_data, PlannerData) else PlannerData()
         names = list(metadata.state_dict_metadata)
         if not self.flatten_state_dict:
-            self._tree = MappingNode("dict", tuple(names), tuple(map(LeafNode, names)))
+            self._tree = MappingNode("dict", _flat_keys(names, data.mappings), tuple(map(LeafNode, names)))
         else:
             self._tree = data.tree if data.tree is not None else tree_from_names(names)
         same = self.flatten_state_dict and data.tree is not None and data.mappings
@@ -348,6 +348,17 @@ class DefaultLoadPlanner(LoadPlanner):
         if self.metadata is None:
             raise PlanError(f"{type(self).__name__} needs the checkpoint's metadata; pass it to set_up_planner")
         return self.metadata
+
+
+def _flat_keys(names: Sequence[str], mappings: Mapping[str, Path]) -> tuple[str, ...]:
+    """The keys of a state that is not flattened: a top-level str key as it stands, or else the name of the leaf."""
+    keys: dict[str, None] = {}
+    taken = set(names)
+    for name in names:
+        path = mappings.get(name, ())
+        key = path[0] if len(path) == 1 else None
+        keys[key if isinstance(key, str) and key not in taken else name] = None
+    return tuple(keys)
 
 
 def create_default_local_load_plan(state_dict: dict[str, Any], metadata: Metadata, strict: bool = True) -> LoadPlan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import io
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -164,6 +165,9 @@ class DefaultSavePlanner(SavePlanner):
 
     def _local_plan(self, token: bytes | None) -> SavePlan:
         flat = self._state()
+        if len(set(flat.names)) < len(flat.names):
+            twice = next(name for name, count in collections.Counter(flat.names).items() if count > 1)
+            raise PlanError(f"{twice}: two leaves have this name, as two nan keys of a dict would; rename one")
         items = create_write_items(flat, self._captured())
         tree = flat.tree()
         data = PlannerData(tree, tree_mappings(tree), shardless=shardless_names(flat, items), fingerprint=token)

@@ -53,8 +53,8 @@ def _assert_same_mapping(found: Any, expected: Any, path: str) -> None:
         assert found.default_factory is expected.default_factory, path
     if hasattr(expected, "type_name"):
         assert found.type_name == expected.type_name, path
-    for key in expected:
-        assert_same(found[key], expected[key], f"{path}[{key!r}]")
+    for (key, one), other in zip(expected.items(), found.values(), strict=True):  # nan keys cannot be looked up
+        assert_same(other, one, f"{path}[{key!r}]")
 
 
 def _assert_same_array(found: np.ndarray, expected: np.ndarray, path: str) -> None:

@@ -233,6 +233,7 @@ REFUSED = {
     "variable strings": np.array(["a", "bcd"], np.dtypes.StringDType()),
     "masked": np.ma.masked_array([1, 2, 3], mask=[0, 1, 0]),
     "matrix": np.arange(4).reshape(2, 2).view(np.matrix),
+    "half complex": np.zeros(3, ml_dtypes.bcomplex32),
     "subclass": np.zeros(3).view(Labelled),
 }
 

@@ -26,7 +26,11 @@ from roundtrip_support import LowerCasingBackend, assert_same, fresh_place
 
 import savestream
 from savestream import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
     LoadOptions,
+    PlanCache,
+    PlanError,
     RecordedDataclass,
     RecordedEnum,
     RecordedTuple,
@@ -208,6 +212,43 @@ def test_containers(name: str, compression: str) -> None:
         if not isinstance(state, set | frozenset):
             round_trip(state, compression=compression)
         round_trip({"before": x(), "it": state, "after": [state, state]}, compression=compression)
+
+
+@pytest.mark.parametrize("key", ["layers.0.weight", "a..b", "[", "", "[3]", "\ud800", "a", "é/x"])
+def test_states_that_are_not_flattened_keep_their_keys_as_they_stand(key: str) -> None:
+    state = {key: x(), f"{key}v": x(1), f"{key} value": {"deep": [1, None]}}
+    for cache in (None, PlanCache()):
+        place = fresh_place()
+        planner = DefaultSavePlanner(flatten_state_dict=False)
+        blocking.save(state, place, planner=planner, plan_cache=cache)
+        assert_same(blocking.load(place), state)
+        assert_same(blocking.load(place, keys=[(key,)]), {key: x()})
+        assert_same(blocking.load(place, emptied(state)), state)
+        flat = DefaultLoadPlanner(flatten_state_dict=False)
+        assert_same(blocking.load(place, emptied(state), planner=flat), state)
+        blocking.verify(place)
+
+
+def test_a_nested_state_fills_a_target_that_is_not_flattened() -> None:
+    place = fresh_place()
+    blocking.save({"a": {"b": x(1)}, "a.b": x(2), "c": 3}, place)
+    target = {"a.b": x() * 0, r"a\.b": x() * 0, "c": 0}
+    blocking.load(place, target, planner=DefaultLoadPlanner(flatten_state_dict=False))
+    assert_same(target, {"a.b": x(1), r"a\.b": x(2), "c": 3})
+
+
+def test_two_keys_that_are_no_number_are_refused(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(PlanError, match="nan keys"):
+        blocking.save({"d": {float("nan"): x(), float("-nan"): x(1), math.nan: x(2)}}, tmp_path / "c")
+    assert list(tmp_path.iterdir()) == []
+    round_trip({(math.nan, 1): x(), "d": {math.nan: x(), 1: x(1)}})
+
+
+@pytest.mark.parametrize("step", [-1, True, 1.0, "1", 2**70, np.int64(3)])
+def test_a_step_that_is_no_number_is_refused_at_once(step: Any, tmp_path: pathlib.Path) -> None:
+    with pytest.raises(PlanError, match="step="):
+        blocking.save({"w": x()}, tmp_path / "c", step=step)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("root", [x(), np.float64(2.5), 7, None, "text", {}, [], (), [None], {"a": {}}, Colour.RED])
