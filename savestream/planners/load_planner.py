@@ -152,10 +152,13 @@ class DefaultLoadPlanner(LoadPlanner):
         chosen = set()
         entries = self._metadata().state_dict_metadata
         for name, path in self._mappings.items():
-            if selection.matches(path):
+            whole = selection.matches(path)
+            if isinstance(entries[name], BytesStorageMetadata) and (inner := selection.inside(path)):
+                existing = self._existing(name, path, inner, selection)
+                if not whole:
+                    self._inside[name] = existing
                 chosen.add(name)
-            elif isinstance(entries[name], BytesStorageMetadata) and (inner := selection.inside(path)):
-                self._inside[name] = self._existing(name, path, inner, selection)
+            elif whole:
                 chosen.add(name)
         return chosen
 

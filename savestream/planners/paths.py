@@ -185,15 +185,18 @@ class Selection:
         if isinstance(keys, str):
             keys = [keys]
         self._alternatives = [_key_paths(key) for key in keys]
-        self._wanted = {_texts(path): number for number, paths in enumerate(self._alternatives) for path in paths}
+        self._wanted: dict[tuple[str, ...], list[int]] = {}  # several keys may name the same place
+        for number, paths in enumerate(self._alternatives):
+            for path in paths:
+                self._wanted.setdefault(_texts(path), []).append(number)
         self._longest = max(map(len, self._wanted), default=0)
         self._found: set[int] = set()
 
     def matches(self, path: Path) -> bool:
         """Whether ``path`` is one of the keys or lies beneath one; remembers which keys have matched."""
         texts = _texts(path[: self._longest])
-        hits = [number for length in range(len(texts) + 1) if (number := self._wanted.get(texts[:length])) is not None]
-        self._found.update(hits)
+        hits = [numbers for length in range(len(texts) + 1) if (numbers := self._wanted.get(texts[:length]))]
+        self._found.update(*hits)
         return bool(hits)
 
     def inside(self, path: Path) -> list[Path]:
@@ -208,7 +211,7 @@ class Selection:
 
     def mark(self, path: Path) -> None:
         """Remember that the key ``path`` has matched."""
-        self._found.add(self._wanted[_texts(path)])
+        self._found.update(self._wanted[_texts(path)])
 
     def unmatched(self) -> list[str]:
         """Fqns of the keys that have matched nothing."""

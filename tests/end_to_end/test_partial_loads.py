@@ -52,6 +52,10 @@ SELECTIONS: list[tuple[Any, Any]] = [
     ([("params", "layers", 1)], lambda state: {"params": {"layers": {1: state["params"]["layers"][1]}}}),
     ([("params", "layers", 1, 1)], lambda state: {"params": {"layers": {1: {1: 3}}}}),
     (["params", "params2"], lambda state: {"params": state["params"], "params2": state["params2"]}),
+    (["params", "params"], lambda state: {"params": state["params"]}),
+    (["params.w", ("params", "w"), "params.w"], lambda state: {"params": {"w": state["params"]["w"]}}),
+    (["params.step", ("params", "step")], lambda state: {"params": {"step": 7}}),
+    (["params.layers[0]", ("params", "layers", 0)], lambda s: {"params": {"layers": {0: s["params"]["layers"][0]}}}),
     ([], lambda state: {}),
 ]
 
@@ -109,6 +113,27 @@ async def test_keys_that_match_nothing_are_an_error(keys: Any) -> None:
     assert len(caught.value.missing) == 1
     with pytest.raises(LoadMismatchError):
         await anext(savestream.iter_arrays(place, keys=keys))
+
+
+async def test_keys_lead_into_plain_values() -> None:
+    state = {"a": {"z": 1, "y": {"q": 2, "r": (3, 4)}}, "w": np.ones(2)}
+    place = fresh_place()
+    await savestream.save(state, place)
+    for keys, expected in (
+        (["a.z"], {"a": {"z": 1}}),
+        (["a.z", "a.y.q", "a.z"], {"a": {"z": 1, "y": {"q": 2}}}),
+        ([("a", "y", "r", 1)], {"a": {"y": {"r": {1: 4}}}}),
+        (["a", "a.z"], {"a": state["a"]}),
+        (["a.y.q", "a.y"], {"a": {"y": state["a"]["y"]}}),
+    ):
+        assert_same(await savestream.load(place, keys=keys), expected)
+    target = {"a": {"z": 0, "y": {"q": 0, "r": (0, 0)}}, "w": None}
+    assert_same(
+        await savestream.load(place, target, keys=["a.y.r[1]"]), {"a": {"z": 0, "y": {"q": 0, "r": (0, 4)}}, "w": None}
+    )
+    with pytest.raises(LoadMismatchError) as caught:
+        await savestream.load(place, keys=["a", "a.x"])
+    assert caught.value.missing == ("a.x",)
 
 
 @pytest.mark.parametrize("keys", [[3], [None], [b"x"]])
