@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping
 from typing import Self
 
 import anyio
@@ -21,15 +21,20 @@ class DataReaders:
     Parameters
     ----------
     wanted
-        (part, object index) pairs.
-    check_sizes
-        Refuse objects shorter than their part states. Without it the caller asks only for what is there.
+        By (part, object index): up to which byte the object will be read; shorter ones are refused.
+    affected
+        Names, for messages, what is lost of a (part, object index) beyond a byte.
     """
 
-    def __init__(self, checkpoint: OpenCheckpoint, wanted: Iterable[tuple[int, int]], *, check_sizes: bool) -> None:
+    def __init__(
+        self,
+        checkpoint: OpenCheckpoint,
+        wanted: Mapping[tuple[int, int], int],
+        affected: Callable[[int, int, int], str],
+    ) -> None:
         self._checkpoint = checkpoint
-        self._check_sizes = check_sizes
-        self._wanted = sorted(set(wanted))
+        self._wanted = wanted
+        self._affected = affected
         self._open: dict[tuple[int, int], ObjectReader] = {}
 
     def of(self, part: int, object_index: int) -> ObjectReader:
@@ -38,7 +43,7 @@ class DataReaders:
 
     async def __aenter__(self) -> Self:
         try:
-            for part, index in self._wanted:
+            for part, index in sorted(self._wanted):
                 self._open[part, index] = await self._open_one(part, index)
         except BaseException as error:
             await self.__aexit__(type(error))
@@ -53,12 +58,14 @@ class DataReaders:
             reader = await self._checkpoint.location.backend.open_reader(path)
         except StorageError as error:
             if error.errno in (errno.ENOENT, errno.ENOTDIR):
-                raise VanishedDataError(f"{place}: missing, although the manifest names it") from error
+                affected = self._affected(part, index, 0)
+                raise VanishedDataError(f"{place}: missing, although the manifest names it; {affected}") from error
             raise
-        if self._check_sizes and reader.size_bytes < entry.bytes:
-            size = reader.size_bytes
+        if reader.size_bytes < self._wanted[part, index]:
+            counts = f"{reader.size_bytes} of {entry.bytes} bytes are there"
+            affected = self._affected(part, index, reader.size_bytes)
             await reader.close()
-            raise CorruptCheckpointError(f"{place}: truncated, {size} of {entry.bytes} bytes are there")
+            raise CorruptCheckpointError(f"{place}: truncated, {counts}; {affected}")
         return reader
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:

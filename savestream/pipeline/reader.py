@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -28,8 +28,8 @@ from savestream.threads import run_in_worker, stopping
 __all__ = [
     "Destination",
     "FrameRange",
+    "affected_keys",
     "destination",
-    "list_keys",
     "plan_ranges",
     "preferred_range_bytes",
     "read_ranges",
@@ -255,7 +255,7 @@ class _RangeReader:
         start = int(frames.offset[frame])
         stop = start + int(frames.stored_length[frame])
         targets, users = self._targets[piece.part]
-        shown = list_keys(targets[number].key for number in users.get(frame, ()))
+        shown = _list_keys(targets[number].key for number in users.get(frame, ()))
         path = self._checkpoint.parts[piece.part].objects[piece.object_index].path
         return CorruptCheckpointError(
             f"{self._checkpoint.place}/{path}: bytes {start}-{stop} are damaged ({error}); keys affected: {shown}. A "
@@ -263,8 +263,20 @@ class _RangeReader:
         )
 
 
-def list_keys(keys: Iterable[str]) -> str:
-    """Keys for a message, each once."""
+def affected_keys(
+    frames: Frames,
+    object_index: int,
+    size_bytes: int,
+    targets: Sequence[Destination],
+    users: Mapping[int, Sequence[int]],
+) -> str:
+    """For messages: whose frames lie in an object beyond its first ``size_bytes``."""
+    lost = (frames.object == object_index) & (frames.offset + frames.stored_length > size_bytes)
+    keys = (targets[number].key for frame in np.flatnonzero(lost).tolist() for number in users.get(frame, ()))
+    return f"keys affected: {_list_keys(keys) or 'none'}"
+
+
+def _list_keys(keys: Iterable[str]) -> str:
     names = sorted(set(keys))
     return ", ".join(repr(name) for name in names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
@@ -298,8 +310,15 @@ async def read_ranges(
     if not ranges:
         return
     stop = threading.Event()
-    wanted = [(piece.part, piece.object_index) for piece in ranges]
-    async with DataReaders(checkpoint, wanted, check_sizes=on_problem is None) as readers:
+    wanted: dict[tuple[int, int], int] = {}
+    for piece in ranges:
+        place = piece.part, piece.object_index
+        wanted[place] = max(wanted.get(place, 0), piece.offset + piece.nbytes)
+
+    def lost(part: int, object_index: int, size_bytes: int) -> str:
+        return affected_keys(checkpoint.parts[part].frames, object_index, size_bytes, *targets[part])
+
+    async with DataReaders(checkpoint, wanted, lost) as readers:
         pending = iter(ranges)
         lock = threading.Lock()
 

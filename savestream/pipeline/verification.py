@@ -13,7 +13,7 @@ from savestream.events import Observer
 from savestream.pipeline.open_checkpoint import OpenCheckpoint, VanishedDataError, following_overwrites
 from savestream.pipeline.options import LoadOptions
 from savestream.pipeline.plan_loader import part_ranges
-from savestream.pipeline.reader import Destination, FrameRange, list_keys, read_ranges
+from savestream.pipeline.reader import Destination, FrameRange, affected_keys, read_ranges
 from savestream.pipeline.stage_clock import StageClock
 from savestream.storage_backends import Location
 from savestream.threads import run_in_worker
@@ -90,9 +90,7 @@ async def _check_objects(
     for index, entry in enumerate(checkpoint.parts[part].objects):
         found = await checkpoint.location.backend.head(checkpoint.object_path(part, index))
         sizes.append(0 if found is None else found.size_bytes)
-        lost = (frames.object == index) & (frames.offset + frames.stored_length > sizes[-1])
-        keys = (entries[number].key for frame in np.flatnonzero(lost).tolist() for number in users.get(frame, ()))
-        place, affected = f"{checkpoint.place}/{entry.path}", f"keys affected: {list_keys(keys) or 'none'}"
+        place, affected = f"{checkpoint.place}/{entry.path}", affected_keys(frames, index, sizes[-1], entries, users)
         if found is None:
             problems.append(VanishedDataError(f"{place}: missing, although the manifest names it; {affected}"))
         elif sizes[-1] < entry.bytes:
