@@ -28,9 +28,11 @@ _PAGE_BYTES = 4096
 
 def anonymous_memory(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Page-aligned memory, on huge pages where there are any, every page touched."""
-    memory = mmap.mmap(-1, max(nbytes, 1))
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # shared memory, which is the default, has no huge pages
+        memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_HUGEPAGE)
+    else:
+        memory = mmap.mmap(-1, max(nbytes, 1))
     data = np.frombuffer(memory, np.uint8)
     data[::_PAGE_BYTES] = 1
     return data
