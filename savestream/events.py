@@ -155,7 +155,7 @@ class _FailingObservers:
     def __init__(self) -> None:
         self.logged: set[int] = set()
 
-    def log(self, observer: Observer, error: Exception) -> None:
+    def log(self, observer: Observer, error: BaseException) -> None:
         if id(observer) not in self.logged:
             self.logged.add(id(observer))
             logger.error("an observer failed; its further failures are not logged: %r", observer, exc_info=error)
@@ -170,5 +170,5 @@ def notify(observer: Observer | None, event: Event) -> None:
         return
     try:
         observer(event)
-    except Exception as error:  # an observer may raise anything, and must never fail a save
+    except BaseException as error:  # an observer may raise anything, SystemExit too, and must never fail a save
         _failing.log(observer, error)

@@ -4,18 +4,42 @@ from __future__ import annotations
 
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import TypeVar, TypeVarTuple, Unpack
+from typing import ParamSpec, TypeVar, TypeVarTuple, Unpack
 
 from anyio import CancelScope, CapacityLimiter, create_task_group, sleep_forever, to_thread
 from anyio.abc import TaskGroup
 
 from savestream.errors import SavestreamError
 
-__all__ = ["first_error", "run_in_worker", "run_shielded", "stopping", "task_group"]
+__all__ = ["WorkerExecutor", "first_error", "run_in_worker", "run_shielded", "stopping", "task_group"]
 
 Result = TypeVar("Result")
 Arguments = TypeVarTuple("Arguments")
+Parameters = ParamSpec("Parameters")
+
+
+class WorkerExecutor(ThreadPoolExecutor):
+    """A thread for each call: the default executor of the engine's loop, for libraries that use that (aiofiles).
+
+    The standard pool refuses work as soon as the main thread has ended, while saves are still being finished.
+    """
+
+    def submit(
+        self, fn: Callable[Parameters, Result], /, *args: Parameters.args, **kwargs: Parameters.kwargs
+    ) -> Future[Result]:
+        """Run ``fn`` in a new thread."""
+        future: Future[Result] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as error:  # it belongs to whoever waits for the future
+                future.set_exception(error)
+
+        threading.Thread(target=run, name="savestream-file", daemon=True).start()
+        return future
 
 
 async def run_in_worker(
@@ -27,11 +51,20 @@ async def run_in_worker(
 
     A plain asyncio cancel abandons ``to_thread.run_sync`` even inside a shielded scope: the thread goes on and
     may write from a buffer that has been reused. As a child of a task group the thread is always waited for;
-    the cancellation is delivered afterwards.
+    the cancellation is delivered afterwards. What would end a program (``SystemExit``, ``KeyboardInterrupt``) must not
+    end the engine's loop: it comes as a :class:`SavestreamError` with that cause.
     """
 
+    def guarded() -> Result:
+        try:
+            return function(*arguments)
+        except Exception:
+            raise
+        except BaseException as error:
+            raise SavestreamError(f"{type(error).__name__} was raised in a worker thread: {error!r}") from error
+
     async def call() -> Result:
-        return await to_thread.run_sync(function, *arguments, limiter=limiter)
+        return await to_thread.run_sync(guarded, limiter=limiter)
 
     return await run_shielded(call)
 

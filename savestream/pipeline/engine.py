@@ -24,6 +24,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from savestream.errors import UsageError
+from savestream.threads import WorkerExecutor
 
 __all__ = [
     "EXIT_DEADLINE_SECONDS",
@@ -56,8 +57,20 @@ class Operation(Generic[Result]):
 
     def cancel(self) -> None:
         """Ask the work to end; returns at once. Harmless when it has ended."""
+        self._engine.check_process()
         self._cancelled = True
         self._engine.post(self._cancel_scope)
+
+    def check_blocking(self, instead: str) -> None:
+        """Refuse to block where the work can never end, or where blocking would freeze a running loop."""
+        self._engine.check_process()
+        if self.future.done():
+            return
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return
+        raise UsageError(f"this would block the running event loop; use '{instead}' there")
 
     def wait_until_ended(self) -> None:
         """Block until the work, with its clean-up, has ended, however."""
@@ -104,13 +117,31 @@ class Engine:
             if not self._ready.done():
                 self._ready.set_exception(error)
             raise
+        finally:
+            for future in list(self._operations):  # nobody may wait for an engine that has ended
+                future.cancel()
 
     async def _serve(self) -> None:
         async with anyio.create_task_group() as group:
             stop = anyio.Event()
-            self._ready.set_result((asyncio.get_running_loop(), group, stop))
+            loop = asyncio.get_running_loop()
+            loop.set_default_executor(WorkerExecutor())
+            self._ready.set_result((loop, group, stop))
             await stop.wait()
             group.cancel_scope.cancel()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def check_process(self) -> None:
+        """Refuse after a fork: this engine's thread does not exist in the child."""
+        if self.process_id != os.getpid():
+            raise UsageError(
+                "this process was forked after savestream had been used; its threads do not exist here. Start worker "
+                "processes with multiprocessing.get_context('spawn') or 'forkserver', or fork before the first save "
+                "or load"
+            )
 
     @property
     def is_current_thread(self) -> bool:
@@ -163,16 +194,12 @@ _holder = _Holder()
 def current_engine() -> Engine:
     """The engine of this process, started if need be; refuses after a fork, where its thread does not exist."""
     engine = _holder.engine
-    if engine is None:
+    if engine is None or not (engine.is_alive or engine.process_id != os.getpid()):
         with _holder.lock:
             engine = _holder.engine
-            if engine is None:
+            if engine is None or not (engine.is_alive or engine.process_id != os.getpid()):
                 engine = _holder.engine = Engine()
-    if engine.process_id != os.getpid():
-        raise UsageError(
-            "this process was forked after savestream had been used; its threads do not exist here. Start worker "
-            "processes with multiprocessing.get_context('spawn') or 'forkserver', or fork before the first save or load"
-        )
+    engine.check_process()
     return engine
 
 

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 
+from savestream.errors import UsageError
 from savestream.pipeline.engine import Operation, require_asyncio, wait_future
 from savestream.pipeline.save_request import CheckpointInfo, Progress
 from savestream.pipeline.save_task import SaveTask
@@ -58,10 +59,12 @@ class SaveHandle:
 
     def wait_staged(self, timeout: float | None = None) -> None:
         """Like :meth:`staged`, for code without a loop; blocks at most ``timeout`` seconds."""
+        self._operation.check_blocking("await handle.staged()")
         self._settled_by(self._task.staged).result(timeout)
 
     def result(self, timeout: float | None = None) -> CheckpointInfo:
         """The durable result, for code without a loop; blocks at most ``timeout`` seconds (then ``TimeoutError``)."""
+        self._operation.check_blocking("await handle")
         self._inquiry.made = True
         return self._operation.future.result(timeout)
 
@@ -70,7 +73,12 @@ class SaveHandle:
         return self._operation.future.done()
 
     def exception(self) -> BaseException | None:
-        """The error of a save that has ended, or None; ``CancelledError`` where it was cancelled."""
+        """The error of a save that has ended, or None; ``CancelledError`` where it was cancelled.
+
+        Of a save that still runs it is a :class:`UsageError`: await it, or ask ``done()`` first.
+        """
+        if not self.done():
+            raise UsageError(f"{self._task.place}: the save has not ended yet; await it, or ask done() first")
         self._inquiry.made = True
         try:
             return self._operation.future.exception(0)
@@ -95,7 +103,14 @@ class SaveHandle:
         It runs on savestream's engine thread (at once, on this one, if the save has ended already); its exceptions are
         logged.
         """
-        self._operation.future.add_done_callback(lambda _: callback(self))
+
+        def call(_: Future[CheckpointInfo]) -> None:
+            try:
+                callback(self)
+            except BaseException:  # it must not end the engine, whatever it raises
+                logger.exception("%s: a done callback failed", self._task.place)
+
+        self._operation.future.add_done_callback(call)
 
     def _settled_by(self, milestone: Future[None]) -> Future[None]:
         """A future that follows ``milestone``, or the save's end if that comes first."""
@@ -119,7 +134,7 @@ class SaveHandle:
         self._operation.future.add_done_callback(from_end)
         return settled
 
-    async def reach(self, milestone: Future[None]) -> None:
+    async def _reach(self, milestone: Future[None]) -> None:
         """Wait for a milestone on behalf of the call that made this handle; a cancellation there ends the save."""
         try:
             await asyncio.shield(asyncio.wrap_future(self._settled_by(milestone)))

@@ -152,7 +152,7 @@ async def start_save(
     task = SaveTask(request, stage)
     handle = SaveHandle(task, current_engine().submit(task.run, "save"))
     del state, request
-    await handle.reach(task.milestone)
+    await handle._reach(task.milestone)
     return handle
 
 

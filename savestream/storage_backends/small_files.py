@@ -64,7 +64,9 @@ async def write_new(tree: FileTree, parts: Parts, data: bytes) -> None:
     with translated("writing", full_path):
         try:
             async with aiofiles.open(
-                full_path, "xb", opener=lambda _path, _flags: tree.in_made_directory(parts[:-1], create)
+                full_path,
+                "xb",
+                opener=lambda _path, _flags: tree.in_made_directory(parts[:-1], create),
             ) as file:
                 await file.write(data)
                 await file.flush()
