@@ -43,6 +43,7 @@ Result = TypeVar("Result")
 
 EXIT_DEADLINE_SECONDS = 300.0
 _CANCEL_DEADLINE_SECONDS = 30.0
+_EXIT_THREAD = "savestream-exit"
 
 
 class Operation(Generic[Result]):
@@ -108,7 +109,7 @@ class Engine:
         self._thread.start()
         self._loop, self._group, self._stop = self._ready.result()
         # Not a daemon: it wakes when the main thread ends, before the interpreter waits for worker threads.
-        threading.Thread(target=self._close_after_main_thread, name="savestream-exit").start()
+        threading.Thread(target=self._close_after_main_thread, name=_EXIT_THREAD).start()
 
     def _run(self) -> None:
         try:
@@ -165,7 +166,7 @@ class Engine:
             self._loop.call_soon_threadsafe(function)
 
     def _close_after_main_thread(self) -> None:
-        threading.main_thread().join()
+        _wait_for_program()
         with self._lock:
             self._closing = True
             running = set(self._operations)
@@ -178,6 +179,21 @@ class Engine:
                 logger.error("interpreter exit: %d operation(s) did not finish in time and are cancelled", len(late))
         self.post(self._stop.set)
         self._thread.join(_CANCEL_DEADLINE_SECONDS)
+
+
+def _wait_for_program() -> None:
+    """Wait for the main thread, then for every other thread that keeps the program alive: those may still save."""
+    waiting: list[threading.Thread] = [threading.main_thread()]
+    while waiting:
+        waiting[0].join()
+        waiting = [
+            thread
+            for thread in threading.enumerate()
+            if not thread.daemon
+            and thread.name != _EXIT_THREAD
+            and thread.is_alive()
+            and thread is not threading.main_thread()
+        ]
 
 
 class _Holder:
