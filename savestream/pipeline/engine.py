@@ -101,34 +101,33 @@ class Engine:
 
     def __init__(self) -> None:
         self.process_id = os.getpid()
-        self._ready: Future[tuple[asyncio.AbstractEventLoop, TaskGroup, anyio.Event]] = Future()
+        # Made here, so that work can be handed over at once: waiting for the thread would block the caller's loop.
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._group: TaskGroup | None = None
+        self._early: list[Callable[[TaskGroup], object]] = []
         self._operations: set[Future[Any]] = set()
         self._lock = threading.Lock()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="savestream-engine", daemon=True)
         self._thread.start()
-        self._loop, self._group, self._stop = self._ready.result()
         # Not a daemon: it wakes when the main thread ends, before the interpreter waits for worker threads.
         threading.Thread(target=self._close_after_main_thread, name=_EXIT_THREAD).start()
 
     def _run(self) -> None:
         try:
-            anyio.run(self._serve, backend="asyncio")
-        except BaseException as error:
-            if not self._ready.done():
-                self._ready.set_exception(error)
-            raise
+            anyio.run(self._serve, backend="asyncio", backend_options={"loop_factory": lambda: self._loop})
         finally:
             for future in list(self._operations):  # nobody may wait for an engine that has ended
                 future.cancel()
 
     async def _serve(self) -> None:
         async with anyio.create_task_group() as group:
-            stop = anyio.Event()
-            loop = asyncio.get_running_loop()
-            loop.set_default_executor(WorkerExecutor())
-            self._ready.set_result((loop, group, stop))
-            await stop.wait()
+            self._loop.set_default_executor(WorkerExecutor())
+            self._group = group
+            for begin in self._early:
+                begin(group)
+            await self._stop.wait()
             group.cancel_scope.cancel()
 
     @property
@@ -157,8 +156,15 @@ class Engine:
                 raise UsageError("the interpreter is shutting down; savestream starts nothing new")
             self._operations.add(operation.future)
         operation.future.add_done_callback(self._operations.discard)
-        self.post(functools.partial(self._group.start_soon, operation.run, function))
+        self.post(functools.partial(self._begin, lambda group: group.start_soon(operation.run, function)))
         return operation
+
+    def _begin(self, begin: Callable[[TaskGroup], object]) -> None:
+        """On the loop: start work now, or as soon as there is a task group."""
+        if self._group is None:
+            self._early.append(begin)
+        else:
+            begin(self._group)
 
     def post(self, function: Callable[[], object]) -> None:
         """Run a quick function on the engine's loop, without waiting."""
