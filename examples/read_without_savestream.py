@@ -356,6 +356,8 @@ class Tensors:
             box = tuple(slice(low, low + size) for low, size in zip(self._offsets[chunk], sizes, strict=True))
             if count and dtype.itemsize:
                 array[box] = np.frombuffer(data, dtype).reshape(sizes)
+        if self._kind[number] == 3:
+            return decode_value(json.loads(array.tobytes()))
         return array if self._kind[number] == 0 else array.tobytes()
 
 

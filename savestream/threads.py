@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -13,7 +14,16 @@ from anyio.abc import TaskGroup
 
 from savestream.errors import SavestreamError
 
-__all__ = ["WorkerExecutor", "first_error", "run_in_worker", "run_shielded", "stopping", "task_group"]
+__all__ = [
+    "StoppingGroup",
+    "WorkerExecutor",
+    "first_error",
+    "forget_frames",
+    "run_in_worker",
+    "run_shielded",
+    "stopping",
+    "task_group",
+]
 
 Result = TypeVar("Result")
 Arguments = TypeVarTuple("Arguments")
@@ -101,6 +111,21 @@ def first_error(group: BaseExceptionGroup) -> BaseException:
     return next((error for error in leaves if isinstance(error, SavestreamError)), leaves[0])
 
 
+def forget_frames(error: BaseException) -> None:
+    """Clear the locals of the frames that ``error`` and its causes came through: they would keep buffers alive."""
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        found = pending.pop()
+        if found is None or id(found) in seen:
+            continue
+        seen.add(id(found))
+        traceback.clear_frames(found.__traceback__)
+        pending += [found.__cause__, found.__context__]
+        if isinstance(found, BaseExceptionGroup):
+            pending += found.exceptions
+
+
 @asynccontextmanager
 async def task_group() -> AsyncIterator[TaskGroup]:
     """A task group whose first error comes as it is, not in an exception group, with its own cause."""
@@ -112,9 +137,29 @@ async def task_group() -> AsyncIterator[TaskGroup]:
         raise cause from cause.__cause__
 
 
+class StoppingGroup:
+    """Starts work that runs in threads, and tells all of it to stop as soon as one piece fails."""
+
+    def __init__(self, group: TaskGroup, stop: threading.Event) -> None:
+        self._group = group
+        self._stop = stop
+
+    def start_soon(self, function: Callable[[Unpack[Arguments]], Awaitable[object]], *arguments: *Arguments) -> None:
+        """Run ``function(*arguments)`` in the group."""
+
+        async def run() -> None:
+            try:
+                await function(*arguments)
+            except BaseException:
+                self._stop.set()
+                raise
+
+        self._group.start_soon(run)
+
+
 @asynccontextmanager
-async def stopping(stop: threading.Event) -> AsyncIterator[TaskGroup]:
-    """A :func:`task_group` whose worker threads learn of an error or a cancellation through ``stop``."""
+async def stopping(stop: threading.Event) -> AsyncIterator[StoppingGroup]:
+    """A group whose worker threads learn of an error of one of them, or of a cancellation, through ``stop``."""
 
     async def watch() -> None:
         try:
@@ -125,5 +170,5 @@ async def stopping(stop: threading.Event) -> AsyncIterator[TaskGroup]:
     async with task_group() as outer:
         outer.start_soon(watch)
         async with create_task_group() as group:
-            yield group
+            yield StoppingGroup(group, stop)
         outer.cancel_scope.cancel()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import mmap
+import os
 import threading
 import weakref
 from collections import deque
@@ -124,6 +125,7 @@ class StagingPool:
         self.used_bytes = 0
         self._waiting: deque[tuple[int, anyio.Event]] = deque()
         self._free: dict[int, list[StagingBuffer]] = {}
+        self._process_id = os.getpid()
         self._alive = _Meter()
         self._lock = threading.Lock()
         self._closed = False
@@ -140,6 +142,10 @@ class StagingPool:
         A reservation larger than the whole budget is admitted when nothing else is held, so that an item of any size
         goes through. Whoever holds a reservation must not wait for another one.
         """
+        self._check_process()
+        if not nbytes:  # whoever holds a reservation already must not queue behind those who wait for it
+            yield
+            return
         await self._admit(nbytes)
         try:
             yield
@@ -174,8 +180,13 @@ class StagingPool:
 
     # --- buffers: from any thread ---
 
+    def _check_process(self) -> None:
+        if os.getpid() != self._process_id:  # a forked child does not have the memory (MADV_DONTFORK)
+            raise UsageError("the staging pool was made before this process was forked; make a new one here")
+
     def take(self, capacity_bytes: int) -> StagingBuffer:
         """A buffer of that capacity: a pooled one where there is one, else fresh memory (faulted in as it is used)."""
+        self._check_process()
         with self._lock:
             if self._closed:
                 raise UsageError("the staging pool is closed; make a new one, or save without staging_pool")

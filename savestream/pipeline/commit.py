@@ -22,6 +22,7 @@ from savestream.pipeline.limits import MAXIMUM_ROOT_BYTES
 from savestream.pipeline.manifest import Root, decode_root
 from savestream.storage_backends import Location
 from savestream.storage_backends.base import ObjectInfo, StorageBackend
+from savestream.threads import run_in_worker
 
 __all__ = [
     "ROOT_NAME",
@@ -42,7 +43,8 @@ logger = logging.getLogger("savestream")
 ROOT_NAME = "manifest.json"
 _SCRATCH_NAME = "manifest.tmp"
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
-_OWN_FILE = re.compile(r"r\d{5,}(-\d{4,})?\.(bin|index\.json)|manifest\.tmp")
+# Also what a crash may leave of a small file: it is written under a private name and renamed.
+_OWN_FILE = re.compile(r"r\d{5,}(-\d{4,})?\.(bin|index\.json)|manifest\.tmp|\.r\d{5,}\.index\.json\.[0-9a-f]+\.tmp")
 _STEP_NAME = re.compile(r"step-(\d{12,})")
 
 
@@ -95,7 +97,7 @@ async def read_root(location: Location) -> Root:
             raise CorruptCheckpointError(f"{describe(location, ROOT_NAME)}: larger than any root manifest") from error
         raise
     try:
-        return decode_root(data)
+        return await run_in_worker(decode_root, data)
     except (CorruptCheckpointError, UnsupportedFormatError) as error:
         raise type(error)(f"{describe(location, ROOT_NAME)}: {error}") from error
 
@@ -136,31 +138,44 @@ async def publish(
                 await backend.create(root, data, scratch=scratch)
             else:
                 await backend.replace(root, data, scratch=scratch, expected_etag=replaces.etag)
-        except StorageError as error:
-            if error.errno == errno.EEXIST:
-                raise CheckpointExistsError(
-                    f"{describe(location)}: another save committed here first; it was left alone. Save elsewhere, or "
-                    "pass overwrite=True"
-                ) from error
-            if error.outcome == "failed" and await _may_be_committed(location, save_id):
-                raise StorageError(
-                    error.errno,
-                    f"{error}; it became visible all the same, or may: look again before saving to the same place",
-                    "unknown",
-                ) from error
-            raise
+        except Exception as error:  # whatever storage raised: what counts is what stands there now
+            await _settle(location, save_id, error, overwriting=replaces is not None)
         if superseded is not None and superseded != save_id:
             await _discard_quietly(location, superseded)
 
 
-async def _may_be_committed(location: Location, save_id: str) -> bool:
-    """Whether the root is this save's in spite of an error, or cannot be read: then its data must stay."""
+async def _settle(location: Location, save_id: str, error: Exception, *, overwriting: bool) -> None:
+    """Return if a failed commit took place all the same, else raise; data that a root may name is never given up.
+
+    Storage that says "exists" may be answering the repetition of our own request.
+    """
+    number = error.errno if isinstance(error, OSError) else None
+    standing = await _standing_id(location)
+    if number == errno.EEXIST and standing == save_id:
+        return
+    if isinstance(error, StorageError) and error.outcome == "unknown":
+        raise error
+    if standing == save_id or standing == "":
+        raise StorageError(
+            number, f"{error}; the checkpoint may be visible all the same: look before you save there again", "unknown"
+        ) from error
+    if number == errno.EEXIST:
+        cure = "it was overwritten meanwhile; save again" if overwriting else "save elsewhere, or pass overwrite=True"
+        raise CheckpointExistsError(
+            f"{describe(location)}: another save committed here first and was left alone; {cure}"
+        ) from error
+    raise error
+
+
+async def _standing_id(location: Location) -> str | None:
+    """The id of the save that is committed there; None where none is, "" where that cannot be learnt."""
     try:
-        return await head_root(location) is not None and (await read_root(location)).checkpoint_id == save_id
+        return (await read_root(location)).checkpoint_id
     except CheckpointNotFoundError:
-        return False
-    except (StorageError, CorruptCheckpointError, UnsupportedFormatError):
-        return True
+        return None
+    except Exception:  # unreadable in whatever way: the caller then keeps its data
+        logger.warning("%s: the outcome of a commit cannot be read back", describe(location), exc_info=True)
+        return ""
 
 
 async def discard(location: Location, save_id: str) -> None:
@@ -174,7 +189,7 @@ async def discard(location: Location, save_id: str) -> None:
 async def _discard_quietly(location: Location, save_id: str) -> None:
     try:
         await discard(location, save_id)
-    except StorageError as error:  # the new checkpoint stands; what is left is garbage that a later sweep removes
+    except Exception as error:  # the new checkpoint stands; what is left is garbage that a later sweep removes
         logger.warning("%s: the replaced data could not be removed: %s", describe(location, save_id), error)
 
 

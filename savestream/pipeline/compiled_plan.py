@@ -28,7 +28,7 @@ from savestream.planners.structure import LeafNode, MappingNode, StateTree
 
 __all__ = ["CompiledPlan", "compile_plan", "plane_width"]
 
-_OPAQUE_KINDS = {"bytes": 1, "pickle": 2}
+_OPAQUE_KINDS = {"bytes": 1, "pickle": 2, "stored-json": 3}
 
 
 class CompiledPlan(msgspec.Struct):

@@ -19,6 +19,9 @@ __all__ = ["DataObjects", "Placement"]
 logger = logging.getLogger("savestream")
 
 
+logger = logging.getLogger("savestream")
+
+
 class Placement(msgspec.Struct, frozen=True):
     """Where an extent goes."""
 
@@ -54,17 +57,13 @@ class DataObjects:
                 self._ends.append(0)
                 self._next_offset = 0
 
-    @property
-    def last_index(self) -> int:
-        return len(self._writers) - 1
-
-    def place(self, nbytes: int) -> Placement | None:
-        """Take room for an extent in the current object; None where it would grow too large, so open the next."""
+    def place(self, nbytes: int) -> Placement | int:
+        """Take room for an extent in the current object; its number where it would grow too large: open the next."""
         capabilities = self._capabilities
         with self._lock:
             offset = self._next_offset
             if offset and offset + nbytes > capabilities.maximum_object_bytes:
-                return None
+                return len(self._writers) - 1
             self._next_offset = offset + round_up(nbytes, self._alignment_bytes)
             self._ends[-1] = offset + nbytes
             return Placement(len(self._writers) - 1, offset, self._writers[-1])

@@ -8,7 +8,9 @@ from typing import Any
 import msgspec
 
 from savestream.arrays import dtype_from_name
+from savestream.errors import LoadMismatchError
 from savestream.events import LoadFinished, Observer, OperationFailed, Statistics, notify
+from savestream.pipeline.arguments import exclusive
 from savestream.pipeline.buffers import allocate_array
 from savestream.pipeline.commit import describe
 from savestream.pipeline.open_checkpoint import OpenCheckpoint, following_overwrites, metadata_of
@@ -50,7 +52,12 @@ class LoadTask:
         """Load, or raise: mismatches and bad targets before anything of the target is touched."""
         request = self._request
         try:
-            return await following_overwrites(request.location, self._run_once)
+            with exclusive(request.planner):
+                return await following_overwrites(request.location, self._run_once)
+        except LoadMismatchError as error:
+            error.source = describe(request.location)
+            notify(request.observer, OperationFailed("load", error.source, repr(error)))
+            raise
         except BaseException as error:
             notify(request.observer, OperationFailed("load", describe(request.location), repr(error)))
             raise

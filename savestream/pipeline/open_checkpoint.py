@@ -42,7 +42,7 @@ __all__ = [
 Result = TypeVar("Result")
 
 _OVERWRITES_FOLLOWED = 8
-_KIND_ENCODINGS = {1: "bytes", 2: "pickle"}
+_KIND_ENCODINGS = {1: "bytes", 2: "pickle", 3: "stored-json"}
 
 
 class VanishedDataError(CorruptCheckpointError):

@@ -28,6 +28,7 @@ from savestream.planners.structure import StateTree
 
 __all__ = [
     "KIND_BYTES",
+    "KIND_JSON",
     "KIND_PICKLE",
     "KIND_TENSOR",
     "ChunkTable",
@@ -38,7 +39,7 @@ __all__ = [
     "encode_plan_section",
 ]
 
-KIND_TENSOR, KIND_BYTES, KIND_PICKLE = 0, 1, 2
+KIND_TENSOR, KIND_BYTES, KIND_PICKLE, KIND_JSON = 0, 1, 2, 3
 
 _TENSOR_COLUMNS = {"kind": "|u1", "dtype": "<u4", "ndim": "|u1", "shape": "<i8", "n_chunks": "<u4"}
 _CHUNK_COLUMNS = {"part": "<u4", "raw_offset": "<i8", "offsets": "<i8", "sizes": "<i8"}
@@ -253,7 +254,7 @@ def check_section(section: PlanSection) -> None:
     tensors, chunks = section.tensors, section.chunks
     _check_lengths(section)
     require(len(section.dtypes) == len(set(section.dtypes)), "a dtype is listed twice")
-    _refuse(section, tensors.kind > KIND_PICKLE, f"its kind is above {KIND_PICKLE}")
+    _refuse(section, tensors.kind > KIND_JSON, f"its kind is above {KIND_JSON}")
     _refuse(section, tensors.dtype >= len(section.dtypes), "its dtype is not among the dtypes")
     _refuse(section, tensors.ndim > MAXIMUM_DIMENSIONS, f"it has more than {MAXIMUM_DIMENSIONS} dimensions")
     require(not np.any(chunks.raw_offset < 0), "chunks.raw_offset is negative")

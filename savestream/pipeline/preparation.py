@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
@@ -19,7 +19,7 @@ from savestream.pipeline.sources import ChunkSources, LiveSources, ResolvedSourc
 from savestream.planners.base import SavePlanner
 from savestream.planners.default import DefaultSavePlanner
 from savestream.planners.metadata import StorageMeta
-from savestream.planners.plan import WriteItem
+from savestream.planners.plan import SavePlan, WriteItem
 from savestream.planners.values import encode_value
 
 __all__ = ["Prepared", "created_bytes", "no_sources", "prepare"]
@@ -40,6 +40,13 @@ class Prepared(msgspec.Struct):
     fingerprint: bytes | None
     from_cache: bool
 
+    def release(self) -> None:
+        """Let go of the state's arrays: everything is staged."""
+        self.sources().release()
+        self.sources = no_sources
+        if isinstance(self.planner, DefaultSavePlanner):
+            self.planner.release_state()
+
 
 def prepare(request: SaveRequest, meta: StorageMeta) -> Prepared:
     """Plan a save. Runs in a worker thread.
@@ -50,7 +57,9 @@ def prepare(request: SaveRequest, meta: StorageMeta) -> Prepared:
         The state, the metadata or the metrics cannot be saved.
     """
     user = encode_value(request.metadata, "metadata")
-    metrics = _check_metrics(request.metrics)
+    metrics = None
+    if request.metrics is not None:
+        metrics = {name: encode_value(value, f"metrics.{name}") for name, value in request.metrics.items()}
     planner = request.planner or DefaultSavePlanner(allow_pickle=request.options.allow_pickle)
     planner.set_up_planner(request.state, meta, True)
     if isinstance(planner, DefaultSavePlanner):
@@ -81,18 +90,16 @@ def _fingerprint(planner: SavePlanner, coordinator: Coordinator) -> bytes | None
     return xxhash.xxh3_128(b"\0".join([own, ranks, _LAYOUT_VERSION])).digest()
 
 
-def _check_metrics(metrics: Mapping[str, float] | None) -> dict[str, object] | None:
-    if metrics is None:
-        return None
-    for name, value in metrics.items():
-        if not isinstance(name, str) or isinstance(value, bool) or not isinstance(value, int | float):
-            raise PlanError(f"metrics[{name!r}]={value!r}: metrics map names to numbers; use float(value)")
-    return {name: encode_value(float(value), f"metrics.{name}") for name, value in metrics.items()}
-
-
 def _plan(planner: SavePlanner) -> CompiledPlan:
-    plans, metadata = planner.create_global_plan([planner.create_local_plan()])
-    return compile_plan(planner.finish_plan(plans[0]), metadata)
+    local = _checked_plan(planner, planner.create_local_plan(), "create_local_plan")
+    plans, metadata = planner.create_global_plan([local])
+    return compile_plan(_checked_plan(planner, planner.finish_plan(plans[0]), "finish_plan"), metadata)
+
+
+def _checked_plan(planner: SavePlanner, plan: object, method: str) -> SavePlan:
+    if not isinstance(plan, SavePlan):
+        raise PlanError(f"{type(planner).__qualname__}.{method} returned {plan!r}, not a SavePlan")
+    return plan
 
 
 def _value(planner: SavePlanner, item: WriteItem) -> object:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import anyio
 import msgspec
 import numpy as np
 
@@ -285,15 +287,16 @@ def _place_part(target: Destination, frame_start: int, frame_stop: int, raw: Byt
     """The elements of a frame that belong to a destination."""
     base, itemsize = target.chunk.raw_offset, target.dtype.itemsize
     start, stop = max(frame_start, base), min(frame_stop, base + target.chunk.nbytes)
-    place_elements(
-        raw[start - frame_start : stop - frame_start].view(target.dtype),
-        (start - base) // itemsize,
-        (stop - base) // itemsize,
-        target.chunk.sizes,
-        target.offsets,
-        target.lengths,
-        target.array,
-    )
+    with np.errstate(all="ignore"):  # a cast that was asked for may overflow or meet nan, quietly
+        place_elements(
+            raw[start - frame_start : stop - frame_start].view(target.dtype),
+            (start - base) // itemsize,
+            (stop - base) // itemsize,
+            target.chunk.sizes,
+            target.offsets,
+            target.lengths,
+            target.array,
+        )
 
 
 async def read_ranges(
@@ -327,11 +330,13 @@ async def read_ranges(
                 return None if stop.is_set() else next(pending, None)
 
         blocking = checkpoint.location.backend.capabilities.blocking_io
+        limiter = anyio.CapacityLimiter(threads)
         async with stopping(stop) as group:
             for _ in range(min(threads, len(ranges))):
                 worker = _RangeReader(checkpoint, targets, clock, verify, on_problem)
                 if blocking:
-                    group.start_soon(run_in_worker, _read_blocking, worker, readers, next_range, clock)
+                    work = functools.partial(_read_blocking, worker, readers, next_range, clock)
+                    group.start_soon(functools.partial(run_in_worker, work, limiter=limiter))
                 else:
                     group.start_soon(_read_async, worker, readers, next_range, clock)
 

@@ -15,12 +15,11 @@ from savestream.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
-    SavestreamError,
     SaveTimeoutError,
     StorageError,
-    UnsupportedFormatError,
 )
 from savestream.events import OperationFailed, SaveCommitted, SavePlanned, SaveStaged, Statistics, notify
+from savestream.pipeline.arguments import exclusive
 from savestream.pipeline.buffers import StagingPool
 from savestream.pipeline.codecs import CODECS
 from savestream.pipeline.commit import describe, discard, head_root, join_path, new_save_id, publish, read_root
@@ -37,7 +36,7 @@ from savestream.pipeline.writer import RateLimit, fill_queue, write_queue
 from savestream.planners.default import DefaultSavePlanner
 from savestream.planners.metadata import StorageMeta
 from savestream.storage_backends.base import ObjectInfo
-from savestream.threads import run_in_worker
+from savestream.threads import forget_frames, run_in_worker
 from savestream.version import __version__
 
 __all__ = ["SaveTask"]
@@ -61,6 +60,7 @@ class SaveTask:
         self.staged: Future[None] = Future()
         self._save_id = new_save_id()
         self._clock = StageClock(request.observer)
+        self._prepared: Prepared | None = None
         self._queue: StagingQueue | None = None
         self._final_progress = Progress(0, 0, 0)
         self._staged_seconds: float | None = None
@@ -80,27 +80,38 @@ class SaveTask:
         """Save, or raise and leave nothing visible behind."""
         timeout = self._request.options.timeout_seconds
         try:
-            try:
-                with anyio.fail_after(timeout):
-                    return await self._run()
-            except TimeoutError as error:
-                if isinstance(error, SavestreamError):
-                    raise
-                raise SaveTimeoutError(
-                    f"{self.place}: the save took longer than timeout_seconds={timeout} and was abandoned; nothing "
-                    "became visible"
-                ) from error
+            with exclusive(self._request.planner):
+                return await self._run_within(timeout)
         except BaseException as error:
             notify(self._request.observer, OperationFailed("save", self.place, repr(error)))
+            forget_frames(error)
             raise
         finally:
+            # A handle, or an error's traceback, that outlives the save keeps none of its memory.
             self._final_progress = self.progress()
-            self._request.state = self._queue = None  # a handle that outlives the save keeps none of its memory
+            self._release_state()
+            self._queue = self._prepared = None
+
+    async def _run_within(self, timeout_seconds: float | None) -> CheckpointInfo:
+        with anyio.move_on_after(timeout_seconds):
+            return await self._run()
+        raise SaveTimeoutError(
+            f"{self.place}: the save took longer than timeout_seconds={timeout_seconds} and was abandoned; nothing "
+            "became visible"
+        )
+
+    def _release_state(self) -> None:
+        """Let go of the caller's arrays."""
+        self._request.state = None
+        if self._prepared is not None:
+            self._prepared.release()
+        if self._queue is not None:
+            self._queue.make_sources = no_sources
 
     async def _run(self) -> CheckpointInfo:
         request = self._request
         replaces, superseded = await self._examine_destination()
-        prepared = await run_in_worker(self._prepare)
+        prepared = self._prepared = await run_in_worker(self._prepare)
         self._request.state = None
         if self._mode == "lazy":
             self.milestone.set_result(None)
@@ -133,7 +144,7 @@ class SaveTask:
             return existing, (await read_root(request.location)).checkpoint_id
         except CheckpointNotFoundError:
             return None, None  # deleted just now
-        except (CorruptCheckpointError, UnsupportedFormatError):
+        except CorruptCheckpointError:
             return existing, None  # replaced all the same; data that a damaged root cannot name stays
 
     def _prepare(self) -> Prepared:
@@ -163,9 +174,11 @@ class SaveTask:
         capabilities = self._request.location.backend.capabilities
         encodes = options.compression != "none"
         lanes = min(options.threads, max(capabilities.write_concurrency, 1))
-        limit = pool.limit_bytes
+        limit = min(pool.limit_bytes, options.staging_limit_bytes)
         preferred = STREAM_BLOCK_BYTES if self._mode == "stream" else STAGED_BLOCK_BYTES
-        lanes, block_bytes = _fit(prepared.compiled, lanes, preferred, limit, encodes)
+        preferred = max(min(preferred, capabilities.maximum_object_bytes), 1)
+        minimum = capabilities.minimum_extent_bytes
+        lanes, block_bytes = _fit(prepared.compiled, lanes, preferred, limit, encodes, minimum)
         blocks = prepared.compiled.blocks(block_bytes)
         lanes = min(lanes, len(blocks))
         layout = prepared.compiled.layout
@@ -177,12 +190,12 @@ class SaveTask:
             pool=pool,
             chooser=CompressionChooser(options.compression, lanes=lanes),
             encodes=encodes,
-            minimum_extent_bytes=capabilities.minimum_extent_bytes,
+            minimum_extent_bytes=minimum,
             clock=self._clock,
             on_staged=self._mark_staged,
         )
         created = created_bytes(prepared, blocks)
-        per_lane = lane_bytes(blocks, layout, encodes=encodes) + created
+        per_lane = lane_bytes(blocks, layout, encodes=encodes, minimum_extent_bytes=minimum) + created
         output = per_lane - max(block.buffer_bytes for block in blocks)
         whole = sum(block.buffer_bytes for block in blocks) + lanes * output
         rate = RateLimit(options.write_bytes_per_second)
@@ -192,7 +205,6 @@ class SaveTask:
                 async with pool.reserve(whole):
                     threads = min(_STAGING_THREADS, options.threads)
                     await fill_queue(queue, threads=threads, switch_interval_seconds=options.switch_interval_seconds)
-                    prepared.sources = queue.make_sources = no_sources
                     await write_queue(queue, objects, lanes=lanes, rate=rate, blocking_io=blocking, reserve_bytes=0)
             else:
                 await write_queue(queue, objects, lanes=lanes, rate=rate, blocking_io=blocking, reserve_bytes=per_lane)
@@ -201,6 +213,7 @@ class SaveTask:
 
     def _mark_staged(self) -> None:
         self._staged_seconds = self._clock.elapsed_seconds
+        self._release_state()
         for future in (self.staged, self.milestone):
             if not future.done():
                 future.set_result(None)
@@ -261,13 +274,16 @@ class SaveTask:
         with anyio.CancelScope(shield=True):
             try:
                 await discard(self._request.location, self._save_id)
-            except StorageError as error:  # what is left bears this save's id alone, and a later sweep removes it
-                logger.warning("%s: what a failed save wrote could not be removed: %s", self.place, error)
+            except Exception:  # the error that led here must reach the caller; what is left bears this save's id alone
+                logger.warning("%s: data of a failed save stays behind", self.place, exc_info=True)
 
     def _committed(self, prepared: Prepared) -> CheckpointInfo:
         request = self._request
-        if isinstance(prepared.planner, DefaultSavePlanner):
-            prepared.planner.commit_plan()
+        try:
+            if isinstance(prepared.planner, DefaultSavePlanner):
+                prepared.planner.commit_plan()
+        except Exception:  # the checkpoint stands, so the save has not failed, whatever the planner says afterwards
+            logger.exception("%s: committed, but the planner's commit_plan failed", self.place)
         if request.plan_cache is not None and prepared.fingerprint is not None:
             request.plan_cache.put(prepared.fingerprint, prepared.compiled)
         queue = self._queue
@@ -284,11 +300,13 @@ class SaveTask:
         return CheckpointInfo(self.place, self._save_id, request.step, statistics)
 
 
-def _fit(compiled: CompiledPlan, lanes: int, block_bytes: int, limit: int, encodes: bool) -> tuple[int, int]:
+def _fit(
+    compiled: CompiledPlan, lanes: int, block_bytes: int, limit: int, encodes: bool, minimum_extent_bytes: int
+) -> tuple[int, int]:
     """Lanes and block size that the budget allows; below the smallest of both a save runs alone in the budget."""
     while True:
         blocks = compiled.blocks(block_bytes)
-        each = lane_bytes(blocks, compiled.layout, encodes=encodes)
+        each = lane_bytes(blocks, compiled.layout, encodes=encodes, minimum_extent_bytes=minimum_extent_bytes)
         if lanes * each <= limit or (lanes == 1 and block_bytes <= FRAME_BYTES):
             return lanes, block_bytes
         if lanes > 1 and (lanes - 1) * each <= limit:

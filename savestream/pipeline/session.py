@@ -8,11 +8,11 @@ from typing import Any, Literal, TypeAlias, TypeVar
 from savestream.arrays import HostArray
 from savestream.errors import PlanError
 from savestream.events import Observer
+from savestream.pipeline.arguments import check_flag, check_keys, check_kind, check_metrics, check_observer, check_step
 from savestream.pipeline.commit import CheckpointEntry, delete_checkpoint, find_checkpoints, head_root
 from savestream.pipeline.coordination import Coordinator, choose_coordinator
 from savestream.pipeline.engine import call, current_engine, require_asyncio
 from savestream.pipeline.handle import SaveHandle
-from savestream.pipeline.index_part import is_count
 from savestream.pipeline.inspection import CheckpointManifest, inspect_checkpoint
 from savestream.pipeline.iteration import Runner, iterate_arrays
 from savestream.pipeline.load_task import LoadRequest, LoadTask
@@ -22,6 +22,7 @@ from savestream.pipeline.save_task import SaveTask
 from savestream.pipeline.verification import VerifyReport, verify_checkpoint
 from savestream.planners.base import LoadPlanner, SavePlanner
 from savestream.planners.cache import PlanCache
+from savestream.planners.default import DefaultLoadPlanner
 from savestream.storage_backends import Location, Place, resolve_location, with_typed_errors
 
 __all__ = [
@@ -173,18 +174,26 @@ def _save_request(
     step: int | None,
     metrics: Mapping[str, float] | None,
 ) -> SaveRequest:
-    if step is not None and not is_count(step):
-        raise PlanError(f"step={step!r}: must be an integer from 0 to 2**62")
+    checks: list[tuple[str, object, type]] = [
+        ("options", options, SaveOptions),
+        ("planner", planner, SavePlanner),
+        ("plan_cache", plan_cache, PlanCache),
+        ("coordinator", coordinator, Coordinator),
+    ]
+    for name, value, kind in checks:
+        check_kind(name, value, kind)
+    check_flag("overwrite", overwrite)
+    check_observer(observer)
     return SaveRequest(
         state=state,
         location=_locate(dest),
-        options=options or SaveOptions(),
+        options=SaveOptions() if options is None else options,
         planner=planner,
         plan_cache=plan_cache,
         coordinator=choose_coordinator(coordinator),
         metadata=metadata,
-        metrics=metrics,
-        step=step,
+        metrics=check_metrics(metrics),
+        step=check_step(step),
         overwrite=overwrite,
         observer=observer,
     )
@@ -213,8 +222,10 @@ async def load(
         A tree to fill: arrays are filled in place and keep their identity, other leaves are replaced. Without one, a
         new tree with the saved structure is made.
     keys
-        Load only these: a key or a list of keys. A key selects itself and all beneath it: ``"params"`` selects
-        ``params.w`` but not ``params2``. A tuple is a path of raw keys.
+        Load only these: a key, or a list of keys. A key selects itself and all beneath it: ``"params"`` selects
+        ``params.w`` but not ``params2``. Parts are joined by dots; dots inside a part are escaped (``a\\.b``), list
+        positions and int keys are ``[3]`` and ``[int:3]``. A tuple is one key as its raw parts: ``("params", "a.b")``.
+        Without a target, a part of a list comes back as a dict from position to element.
     strict
         With False, keys that only one side has are allowed; shapes must agree all the same.
     cast
@@ -238,32 +249,70 @@ async def load(
     UnsafeObjectError
         The checkpoint holds pickled objects and ``LoadOptions(allow_pickle=True)`` is not given.
     """
-    choose_coordinator(coordinator)
-    if framework != "numpy":
-        raise PlanError(f"framework={framework!r}: this version makes numpy arrays; use framework='numpy' or a target")
-    request = LoadRequest(
-        location=_locate(src),
-        target=target,
-        keys=_key_list(keys),
-        strict=strict,
-        cast=cast,
-        options=options or LoadOptions(),
-        planner=planner,
-        observer=observer,
-    )
+    request = _load_request(src, target, keys, strict, cast, framework, options, planner, coordinator, observer)
     return await call(LoadTask(request).run, "load")
 
 
-def _key_list(keys: Keys | None) -> Sequence[str | tuple[object, ...]] | None:
-    if keys is None:
-        return None
-    if isinstance(keys, str):
-        return [keys]
-    found = list(keys)
-    for key in found:
-        if not isinstance(key, str | tuple):
-            raise PlanError(f"keys holds {key!r}: a key is a string such as 'model.w', or a tuple of raw keys")
-    return found
+def _load_request(
+    src: Place,
+    target: object,
+    keys: Keys | None,
+    strict: bool,
+    cast: bool,
+    framework: str,
+    options: LoadOptions | None,
+    planner: LoadPlanner | None,
+    coordinator: Coordinator | None,
+    observer: Observer | None,
+) -> LoadRequest:
+    checks: list[tuple[str, object, type]] = [
+        ("options", options, LoadOptions),
+        ("planner", planner, LoadPlanner),
+        ("coordinator", coordinator, Coordinator),
+    ]
+    for name, value, kind in checks:
+        check_kind(name, value, kind)
+    check_flag("strict", strict)
+    check_flag("cast", cast)
+    check_observer(observer)
+    choose_coordinator(coordinator)
+    if framework != "numpy":
+        raise PlanError(f"framework={framework!r}: this version makes numpy arrays; use framework='numpy' or a target")
+    chosen = LoadOptions() if options is None else options
+    if planner is not None:
+        _check_load_planner(planner, target, keys, strict, cast, chosen)
+    return LoadRequest(
+        location=resolve_location(src),
+        target=target,
+        keys=check_keys(keys),
+        strict=strict,
+        cast=cast,
+        options=chosen,
+        planner=planner,
+        observer=observer,
+    )
+
+
+def _check_load_planner(
+    planner: LoadPlanner, target: object, keys: object, strict: bool, cast: bool, options: LoadOptions
+) -> None:
+    """What a planner decides cannot be asked for beside it."""
+    name = type(planner).__qualname__
+    beside = {
+        "keys": keys is not None,
+        "strict": not strict,
+        "cast": cast,
+        "LoadOptions.types": bool(options.types),
+        "LoadOptions.allow_pickle": options.allow_pickle and not getattr(planner, "allow_pickle", True),
+    }
+    given = [argument for argument, is_given in beside.items() if is_given]
+    if given:
+        raise PlanError(
+            f"{', '.join(given)}: with planner= the planner decides; pass them to the {name} instead "
+            "(strict=False is allow_partial_load=True there)"
+        )
+    if target is None and isinstance(planner, DefaultLoadPlanner) and not planner.makes_its_own_state:
+        raise PlanError(f"planner={name} fills a target; pass one, or use an EmptyStateDictLoadPlanner")
 
 
 async def read_manifest(src: Place) -> CheckpointManifest:
@@ -318,7 +367,7 @@ def iter_arrays(
     At most 64 MiB of small arrays, or one large array, are held at once.
     """
     location = _locate(src)
-    return iterate_arrays(location, _key_list(keys), options or LoadOptions(), _EngineRunner())
+    return iterate_arrays(location, check_keys(keys), options or LoadOptions(), _EngineRunner())
 
 
 class _EngineRunner(Runner):

@@ -34,6 +34,9 @@ class ChunkSources:
     def retain_only(self, chunk: int | None) -> None:
         """Forget everything made for other chunks."""
 
+    def release(self) -> None:
+        """Let go of the state; no chunk can be asked for afterwards."""
+
 
 class LiveSources(ChunkSources):
     """The leaves themselves: nothing is created, so any thread may ask for any chunk."""
@@ -43,6 +46,9 @@ class LiveSources(ChunkSources):
 
     def get(self, chunk: int) -> HostArray:
         return as_plain_elements(self._arrays[chunk])
+
+    def release(self) -> None:
+        self._arrays = ()
 
 
 class ResolvedSources(ChunkSources):

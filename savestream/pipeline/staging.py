@@ -55,15 +55,15 @@ def new_frames(layout: Layout) -> Frames:
     )
 
 
-def lane_bytes(blocks: Sequence[Block], layout: Layout, *, encodes: bool) -> int:
+def lane_bytes(blocks: Sequence[Block], layout: Layout, *, encodes: bool, minimum_extent_bytes: int) -> int:
     """What one lane holds at once: its raw block and its output extent."""
     raw = max((block.buffer_bytes for block in blocks), default=0)
-    return raw + (_output_bytes(layout) if encodes else 0)
+    return raw + (_output_bytes(layout, minimum_extent_bytes) if encodes or minimum_extent_bytes else 0)
 
 
-def _output_bytes(layout: Layout) -> int:
+def _output_bytes(layout: Layout, minimum_extent_bytes: int) -> int:
     largest = int(layout.frame_lengths.max()) if len(layout.frame_lengths) else 0
-    return round_up(EXTENT_TARGET_BYTES + worst_case_bytes(largest), PAGE_BYTES)
+    return round_up(max(EXTENT_TARGET_BYTES, minimum_extent_bytes) + worst_case_bytes(largest), PAGE_BYTES)
 
 
 def group_blocks(blocks: Sequence[Block], *, by_chunk: bool) -> list[list[int]]:
@@ -306,7 +306,7 @@ class Lane:
 
     def _room_for(self, nbytes: int) -> Generator[Extent, None, Bytes]:
         if self._output is None:
-            self._output = self._queue.pool.take(_output_bytes(self._queue.layout))
+            self._output = self._queue.pool.take(_output_bytes(self._queue.layout, self._queue.minimum_extent_bytes))
         if self._used + nbytes > len(self._output.data):
             yield self._take_extent()
         return self._output.data[self._used :]

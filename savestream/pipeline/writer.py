@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import time
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import anyio
-from anyio import from_thread
+from anyio import CapacityLimiter, from_thread
 
 from savestream.pipeline.data_objects import DataObjects, Placement
 from savestream.pipeline.staging import Extent, Lane, StagingQueue
@@ -54,8 +55,9 @@ async def fill_queue(queue: StagingQueue, *, threads: int, switch_interval_secon
     """Copy the whole state into staging buffers; on return it may be mutated."""
     with switch_interval(switch_interval_seconds):
         async with stopping(queue.stop) as group:
+            limiter = CapacityLimiter(threads)
             for _ in range(threads):
-                group.start_soon(run_in_worker, queue.fill_all)
+                group.start_soon(functools.partial(run_in_worker, queue.fill_all, limiter=limiter))
         queue.stop.clear()
     queue.rewind()
 
@@ -64,13 +66,14 @@ async def write_queue(
     queue: StagingQueue, objects: DataObjects, *, lanes: int, rate: RateLimit, blocking_io: bool, reserve_bytes: int
 ) -> None:
     """Run the lanes until every block is written; each holds ``reserve_bytes`` of the budget while it runs."""
+    limiter = CapacityLimiter(lanes)  # of its own: lanes hold their threads for long, others' short calls must go on
 
     async def drive(lane: Lane) -> None:
         waited = time.perf_counter()
         async with queue.pool.reserve(reserve_bytes):
             queue.clock.add_wait("stage", time.perf_counter() - waited)
             if blocking_io:
-                await run_in_worker(_drive_blocking, lane, queue, objects, rate)
+                await run_in_worker(_drive_blocking, lane, queue, objects, rate, limiter=limiter)
             else:
                 await _drive_async(lane, queue, objects, rate)
 
@@ -90,8 +93,8 @@ def _drive_blocking(lane: Lane, queue: StagingQueue, objects: DataObjects, rate:
         if queue.stop.wait(delay) if delay else queue.stop.is_set():
             return
         placement = objects.place(extent.nbytes)
-        while placement is None:
-            from_thread.run(objects.open, objects.last_index)
+        while isinstance(placement, int):
+            from_thread.run(objects.open, placement)
             placement = objects.place(extent.nbytes)
         started = time.perf_counter()
         with queue.clock.measure("write", _block_of(extent), extent.nbytes):
@@ -112,8 +115,8 @@ async def _write(extent: Extent, queue: StagingQueue, objects: DataObjects, rate
         queue.clock.add_wait("write", delay)
         await anyio.sleep(delay)
     placement = objects.place(extent.nbytes)
-    while placement is None:
-        await objects.open(objects.last_index)
+    while isinstance(placement, int):
+        await objects.open(placement)
         placement = objects.place(extent.nbytes)
     started = time.perf_counter()
     with queue.clock.measure("write", _block_of(extent), extent.nbytes):

@@ -39,6 +39,8 @@ class EmptyStateDictLoadPlanner(DefaultLoadPlanner):
         Those of :class:`DefaultLoadPlanner`.
     """
 
+    makes_its_own_state = True
+
     def __init__(
         self,
         keys: Iterable[SelectionKey] | None = None,

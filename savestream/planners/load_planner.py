@@ -56,6 +56,8 @@ class DefaultLoadPlanner(LoadPlanner):
         Unpickle what was stored so; this executes code from the file.
     """
 
+    makes_its_own_state = False  # whether it is set up with an empty state, which it fills with new arrays
+
     def __init__(
         self,
         flatten_state_dict: bool = True,
@@ -246,7 +248,7 @@ class DefaultLoadPlanner(LoadPlanner):
         entry = self._metadata().state_dict_metadata.get(name)
         encoding = entry.encoding if isinstance(entry, BytesStorageMetadata) else "json"
         data = value.getvalue()
-        if encoding == "json":
+        if encoding in ("json", "stored-json"):
             decoded = decode_value_bytes(data, types=self.types, allow_pickle=self.allow_pickle, key=name)
         elif encoding == "pickle":
             decoded = unpickle_object(data, allow_pickle=self.allow_pickle, key=name)

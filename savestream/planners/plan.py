@@ -42,7 +42,8 @@ class BytesIOWriteData(msgspec.Struct, frozen=True, gc=False):
     """Size and meaning of an item of bytes.
 
     ``encoding`` is ``"json"`` for savestream's safe encoding of plain values (stored inline where small),
-    ``"pickle"`` where the user opted in, or ``"bytes"`` for what a planner of the user's produces.
+    ``"stored-json"`` for the same stored like an array (where large), ``"pickle"`` where the user opted in, or
+    ``"bytes"`` for large bytes and for what a planner of the user's produces.
     """
 
     nbytes: int

@@ -89,6 +89,10 @@ class DefaultSavePlanner(SavePlanner):
         self._leaves: dict[str, Any] | None = None
         self._fingerprint: bytes | None = None
 
+    def release_state(self) -> None:
+        """Let go of the state that was planned; the planner can be set up again, and plans that it cached stay."""
+        self._flat = self._values = self._leaves = None
+
     # --- planning ---
 
     def set_up_planner(

@@ -39,6 +39,11 @@ __all__ = [
 ]
 
 
+# Larger values are stored like arrays: the root stays small, and every load of anything reads the root.
+_INLINE_BYTES = 64 * 1024
+_INLINE_JSON_BYTES = 1024 * 1024
+
+
 class CapturedValue(msgspec.Struct, frozen=True, gc=False):
     """A plain value as the bytes to store."""
 
@@ -50,7 +55,10 @@ def capture_value(value: object, name: str, allow_pickle: bool) -> CapturedValue
     """Encode a value leaf; what has no safe encoding is pickled where the caller opted in."""
     if allow_pickle and category_of(value) is None and not plain_class(value) and not isinstance(value, np.ndarray):
         return CapturedValue("pickle", pickle_object(value, name))
-    return CapturedValue("json", encode_value_bytes(value, name, allow_pickle=allow_pickle))
+    if type(value) is bytes and len(value) > _INLINE_BYTES:
+        return CapturedValue("bytes", value)
+    encoded = encode_value_bytes(value, name, allow_pickle=allow_pickle)
+    return CapturedValue("json" if len(encoded) <= _INLINE_JSON_BYTES else "stored-json", encoded)
 
 
 def create_write_items(flat: FlatState, values: Mapping[str, CapturedValue]) -> list[WriteItem]:

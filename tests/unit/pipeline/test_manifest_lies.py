@@ -160,7 +160,7 @@ LIES: dict[str, tuple[Change, str]] = {
             "with a negative count": claimed("|u1", -1),
         }.items()
     },
-    "unknown kind": (put("tensors", "kind", [3, 0, 0, 1]), "'t0': its kind"),
+    "unknown kind": (put("tensors", "kind", [4, 0, 0, 1]), "'t0': its kind"),
     "negative kind": (put("tensors", "kind", [-1, 0, 0, 1]), "tensors.kind"),
     "dtype out of range": (put("tensors", "dtype", [0, 3, 1, 2]), "'t1': its dtype"),
     "too many dimensions": (put("tensors", "ndim", [255, 0, 0, 1]), "tensors.shape"),
