@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Self
 
 import msgspec
+from anyio import CancelScope
 
 __all__ = ["Capabilities", "ObjectInfo", "ObjectReader", "ObjectWriter", "StorageBackend"]
 
@@ -97,7 +98,8 @@ class ObjectWriter(abc.ABC):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self.abort()
+        with CancelScope(shield=True):
+            await self.abort()
 
 
 class ObjectReader(abc.ABC):
@@ -124,7 +126,8 @@ class ObjectReader(abc.ABC):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self.close()
+        with CancelScope(shield=True):
+            await self.close()
 
 
 class StorageBackend(abc.ABC):

@@ -68,12 +68,19 @@ class Scene:
         await self.reset()
 
 
-async def cancelled(task, gate, *, times=1):
+async def told(scene):
+    """Whatever has been said to savestream so far has arrived: this question came after it."""
+    for _ in range(3):
+        await asyncio.sleep(0)
+    await savestream.exists((scene.plain, "old"))
+
+
+async def cancelled(scene, task, gate, *, times=1):
     """Cancel a task that stands at the gate; it must not end before the gate is opened."""
     for _ in range(times):
         task.cancel()
         await asyncio.sleep(0)
-    await asyncio.wait([task], timeout=0.005)
+    await told(scene)
     assert not task.done(), "the cancellation was delivered while an operation was still running"
     gate.open()
     with pytest.raises(asyncio.CancelledError):
@@ -96,7 +103,7 @@ async def test_cancelling_the_awaiting_task_at_every_operation(kind, overwrite, 
             backend, gate, stopped = scene.gated(nth, after=after)
             task = asyncio.create_task(run(backend))
             await gate.reached()
-            await cancelled(task, gate, times=1 + nth % 2)
+            await cancelled(scene, task, gate, times=1 + nth % 2)
             await scene.check_ended(stopped[0].kind)
     assert open_files() == descriptors
     assert threading.active_count() <= threads + 8
@@ -120,11 +127,10 @@ async def test_cancelling_start_save_ends_the_save_and_cancelling_an_await_of_it
 
         task = asyncio.create_task(run())
         await gate.reached()
-        await savestream.exists((scene.plain, "old"))  # whatever the engine had to say has been said
-        await asyncio.sleep(0)
+        await told(scene)
         started_at.append(bool(handles))
         if not handles:
-            await cancelled(task, gate)
+            await cancelled(scene, task, gate)
             await scene.check_ended(stopped[0].kind)
             continue
         task.cancel()
@@ -161,6 +167,7 @@ async def test_handle_cancel_at_every_operation(kind, mode, tmp_path):
         handle.add_done_callback(seen.append)
         handle.cancel()
         handle.cancel()
+        await told(scene)
         assert not handle.done()
         gate.open()
         if stopped[0].kind in COMMITS:
@@ -190,6 +197,7 @@ async def test_other_ways_to_be_cancelled(kind, form, tmp_path):
         async def open_when_cancelled(inner=inner, gate=gate):
             while not inner.cancelling():
                 await asyncio.sleep(0.001)
+            await told(scene)
             gate.open()
 
         opener = asyncio.create_task(open_when_cancelled())
@@ -279,7 +287,7 @@ async def test_cancelling_a_load_at_every_operation(kind, with_target, tmp_path)
                 reached.cancel()
                 continue
             await reached
-            await cancelled(task, gate, times=1 + nth % 2)
+            await cancelled(scene, task, gate, times=1 + nth % 2)
             done = len(scene.tracing.records)
             content = None if target is None else target["model"]["weight"].tobytes()
             await savestream.load((scene.plain, "old"))
