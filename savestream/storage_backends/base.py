@@ -18,6 +18,7 @@ from typing import Self
 
 import msgspec
 from anyio import CancelScope
+from anyio.lowlevel import checkpoint_if_cancelled
 
 __all__ = ["Capabilities", "ObjectInfo", "ObjectReader", "ObjectWriter", "StorageBackend"]
 
@@ -100,6 +101,8 @@ class ObjectWriter(abc.ABC):
     ) -> None:
         with CancelScope(shield=True):
             await self.abort()
+        if kind is None:
+            await checkpoint_if_cancelled()
 
 
 class ObjectReader(abc.ABC):
@@ -128,6 +131,8 @@ class ObjectReader(abc.ABC):
     ) -> None:
         with CancelScope(shield=True):
             await self.close()
+        if kind is None:
+            await checkpoint_if_cancelled()
 
 
 class StorageBackend(abc.ABC):
