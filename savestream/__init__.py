@@ -51,6 +51,7 @@ from savestream.pipeline.verification import VerifyReport
 from savestream.planners import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
+    EmptyStateDictLoadPlanner,
     LoadPlanner,
     PlanCache,
     RecordedDataclass,
@@ -74,6 +75,7 @@ __all__ = [
     "CorruptCheckpointError",
     "DefaultLoadPlanner",
     "DefaultSavePlanner",
+    "EmptyStateDictLoadPlanner",
     "Event",
     "LoadFinished",
     "LoadMismatchError",

@@ -162,6 +162,8 @@ def _is_extension(dtype: np.dtype[Any]) -> bool:
 
 def _record_name(dtype: np.dtype[Any]) -> dict[str, Any]:
     fields = []
+    if dtype.fields is not None and len(dtype.fields) > len(dtype.names or ()):
+        raise UnsafeObjectError(f"dtype {dtype} has field titles, which would be lost; make a dtype without titles")
     for name in dtype.names or ():
         field, offset = dtype[name], dtype.fields[name][1] if dtype.fields is not None else 0
         base, shape = field.subdtype or (field, ())

@@ -101,20 +101,21 @@ class LoadMismatchError(SavestreamError, ValueError):
         self.shape_mismatches = tuple(shape_mismatches)
         self.dtype_mismatches = tuple(dtype_mismatches)
         self.problems = tuple(problems)
+        self.hint = ""
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild_mismatch, (dict(self.__dict__),))
 
     def __str__(self) -> str:
         cures = {
-            "missing from the checkpoint (strict=False keeps the target's value)": self.missing,
+            "missing from the checkpoint (strict=False leaves them as they are)": self.missing,
             "in the checkpoint but not in the target (strict=False ignores them)": self.unexpected,
             "of another shape": self.shape_mismatches,
             "of another dtype (cast=True converts)": self.dtype_mismatches,
             "unusable as a target": self.problems,
         }
         parts = [f"{len(found)} {cure}: {_listed(found)}" for cure, found in cures.items() if found]
-        return f"{self.source} does not match what was asked for; " + "; ".join(parts)
+        return f"{self.source} does not match what was asked for; " + "; ".join(parts) + self.hint
 
 
 def _listed(entries: Sequence[str], limit: int = 40) -> str:
@@ -123,7 +124,9 @@ def _listed(entries: Sequence[str], limit: int = 40) -> str:
 
 
 def _rebuild_mismatch(fields: dict[str, object]) -> LoadMismatchError:
-    return LoadMismatchError(**fields)  # type: ignore[arg-type]  # the fields come from the same class
+    error = LoadMismatchError()
+    error.__dict__.update(fields)
+    return error
 
 
 class CheckpointNotFoundError(SavestreamError, FileNotFoundError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import numbers
 import operator
 import threading
@@ -13,7 +14,16 @@ import numpy as np
 
 from savestream.errors import PlanError, UsageError
 
-__all__ = ["check_flag", "check_keys", "check_kind", "check_metrics", "check_observer", "check_step", "exclusive"]
+__all__ = [
+    "check_flag",
+    "check_keys",
+    "check_kind",
+    "check_metrics",
+    "check_observer",
+    "check_step",
+    "exclusive",
+    "suggest_keys",
+]
 
 _MAXIMUM_STEP = 1 << 62
 
@@ -97,6 +107,17 @@ def check_keys(keys: object) -> list[str | tuple[object, ...]] | None:
             raise PlanError(f"keys holds {key!r}: a key is a string such as 'model.w', or a tuple of raw parts")
         found.append(key)
     return found
+
+
+def suggest_keys(missing: Sequence[str], names: Sequence[str]) -> str:
+    """What a key that the checkpoint lacks may have meant: the same without escapes, or one of similar letters."""
+    plain = {name.replace("\\", ""): name for name in names}
+    meant = []
+    for key in missing[:3]:
+        exact = plain.get(key) or next((name for text, name in plain.items() if text.startswith(key + ".")), None)
+        close = [exact] if exact else difflib.get_close_matches(key, names[:10_000], n=1)
+        meant += [f"{key!r}: did you mean {name!r}?" for name in close if name != key]
+    return "; " + " ".join(meant) if meant else ""
 
 
 class _InUse:

@@ -67,7 +67,8 @@ def allocate_array(dtype: np.dtype[Any], shape: tuple[int, ...]) -> npt.NDArray[
     """
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < _OWN_PAGES_FROM_BYTES:
-        return np.empty(shape, dtype)
+        # Not numpy.empty, which makes one character out of none: <U0 would come back as <U1.
+        return np.empty(shape, dtype) if dtype.itemsize else np.ndarray(shape, dtype)
     try:
         memory = aligned_bytes(round_up(nbytes, PAGE_BYTES))
     except (MemoryError, OSError, OverflowError, ValueError) as error:

@@ -36,12 +36,14 @@ __all__ = [
     "new_save_id",
     "publish",
     "read_root",
+    "refuse_foreign_root",
 ]
 
 logger = logging.getLogger("savestream")
 
 ROOT_NAME = "manifest.json"
 _SCRATCH_NAME = "manifest.tmp"
+_ROOT_BEGIN = b'{"format":"savestream",'
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
 # Also what a crash may leave of a small file: it is written under a private name and renamed.
 _OWN_FILE = re.compile(r"r\d{5,}(-\d{4,})?\.(bin|index\.json)|manifest\.tmp|\.r\d{5,}\.index\.json\.[0-9a-f]+\.tmp")
@@ -82,8 +84,37 @@ def new_save_id() -> str:
 
 
 async def head_root(location: Location) -> ObjectInfo | None:
-    """The root manifest as storage describes it, or None where no checkpoint is committed."""
-    return await location.backend.head(join_path(location.path, ROOT_NAME))
+    """The root manifest as storage describes it, or None where no checkpoint is committed.
+
+    A ``manifest.json`` of somebody else's is no root: it does not begin as ours do, and no data of ours lies beside it.
+    """
+    path = join_path(location.path, ROOT_NAME)
+    found = await location.backend.head(path)
+    if found is None or await _begins_like_a_root(location, found) or await _save_ids(location):
+        return found
+    return None
+
+
+async def _begins_like_a_root(location: Location, found: ObjectInfo) -> bool:
+    begin = bytearray(min(found.size_bytes, len(_ROOT_BEGIN)))
+    try:
+        async with await location.backend.open_reader(found.path) as reader:
+            await reader.read_into(0, memoryview(begin))
+    except StorageError as error:
+        if error.errno in (errno.ENOENT, errno.EIO):  # deleted or cut short just now
+            return False
+        raise
+    return bytes(begin) == _ROOT_BEGIN
+
+
+async def refuse_foreign_root(location: Location) -> None:
+    """Raise if a ``manifest.json`` that is not savestream's stands where the root would."""
+    if await location.backend.head(join_path(location.path, ROOT_NAME)) is not None:
+        raise StorageError(
+            errno.EEXIST,
+            f"{describe(location, ROOT_NAME)} exists and is not savestream's; it is never overwritten or deleted. Save "
+            "to another directory",
+        )
 
 
 async def read_root(location: Location) -> Root:
@@ -106,8 +137,16 @@ async def _absence(location: Location) -> str:
     place = describe(location)
     if await _save_ids(location):
         return (
-            f"{place}: incomplete; a save began here and never committed, so there is nothing to load. Load an "
-            "earlier checkpoint, or save here again"
+            f"{place}: incomplete; a save here has not committed, because it still runs, or never did, because it was "
+            "killed, so there is nothing to load. Load an earlier checkpoint, or save here again"
+        )
+    if location.path.rpartition("/")[2] == ROOT_NAME or place.endswith("/" + ROOT_NAME):
+        return f"{place}: no checkpoint; name its directory, not the {ROOT_NAME} in it"
+    beneath = await find_checkpoints(location)
+    if beneath:
+        return (
+            f"{place}: no checkpoint itself, but a place that holds {len(beneath)}; load one of them, such as "
+            f"{beneath[-1].location} (list_checkpoints names them all)"
         )
     return f"{place}: no checkpoint (there is no {ROOT_NAME})"
 
@@ -170,6 +209,8 @@ async def _settle(location: Location, save_id: str, error: Exception, *, overwri
 async def _standing_id(location: Location) -> str | None:
     """The id of the save that is committed there; None where none is, "" where that cannot be learnt."""
     try:
+        if await location.backend.head(join_path(location.path, ROOT_NAME)) is None:
+            return None  # without the listing that a message about absence needs, and that may fail as well
         return (await read_root(location)).checkpoint_id
     except CheckpointNotFoundError:
         return None
@@ -204,15 +245,19 @@ async def find_checkpoints(location: Location) -> list[CheckpointEntry]:
         raise
     entries = []
     for name in names:
-        if await backend.head(join_path(join_path(location.path, name), ROOT_NAME)) is not None:
+        child = location.child(name)
+        if await head_root(child) is not None:
             match = _STEP_NAME.fullmatch(name)
             step = int(match.group(1)) if match else None
-            entries.append(CheckpointEntry(name, describe(location, name), step))
+            entries.append(CheckpointEntry(name, describe(child), step))
     return sorted(entries, key=lambda entry: (-1 if entry.step is None else entry.step, entry.name))
 
 
 async def delete_checkpoint(location: Location) -> None:
     """Make a checkpoint unloadable (root first), then remove its data and nothing else."""
+    if await head_root(location) is None:
+        await refuse_foreign_root(location)
+        raise CheckpointNotFoundError(await _absence(location))
     root = join_path(location.path, ROOT_NAME)
     doomed: Sequence[str]
     try:

@@ -13,9 +13,11 @@ import numpy as np
 
 from savestream.arrays import dtype_from_name
 from savestream.errors import PlanError
-from savestream.pipeline.layout import Block, ChunkShape, Layout, plan_blocks, plan_layout
+from savestream.pipeline.layout import FRAME_BYTES, Block, ChunkShape, Layout, plan_blocks, plan_layout
+from savestream.pipeline.limits import MAXIMUM_TABLE_ROWS
 from savestream.pipeline.manifest import ChunkTable, PlanSection, TensorTable, encode_plan_section
 from savestream.planners.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     PlannerData,
@@ -74,6 +76,7 @@ def compile_plan(plan: SavePlan, metadata: Metadata) -> CompiledPlan:
     """Lay out a rank's finished plan and encode what it determines."""
     writers, aliases, opaque, values = _sort_items(plan.items)
     chunk_items = [*writers.values(), *opaque]
+    _check_sizes(chunk_items)
     layout = plan_layout([_chunk_shape(item) for item in chunk_items])
     offsets = layout.raw_offsets.tolist()
     places = dict(zip(writers, offsets, strict=False))
@@ -81,6 +84,18 @@ def compile_plan(plan: SavePlan, metadata: Metadata) -> CompiledPlan:
         places[key] = places[primary]
     section = _section(metadata, places, opaque, offsets[len(writers) :], values)
     return CompiledPlan(chunk_items, len(writers), values, layout, encode_plan_section(section))
+
+
+def _check_sizes(items: Sequence[WriteItem]) -> None:
+    """Refuse what a manifest could not list before a table is made for it."""
+    frames = 0
+    for item in items:
+        frames += -(-item.chunk_nbytes // FRAME_BYTES)
+        if frames > MAXIMUM_TABLE_ROWS:
+            raise PlanError(
+                f"{item.index.fqn}: with this leaf of {item.chunk_nbytes} bytes the state has more than "
+                f"{MAXIMUM_TABLE_ROWS} frames of {FRAME_BYTES} bytes, which one rank's index cannot list; split it"
+            )
 
 
 _Key = tuple[str, tuple[int, ...]]
@@ -151,7 +166,7 @@ def _section(
         if isinstance(entry, TensorStorageMetadata):
             names.append(fqn)
             rows.append((0, entry.properties.dtype, entry.size, entry.chunks))
-            raw_offsets.extend(places[fqn, chunk.offsets] for chunk in entry.chunks)
+            raw_offsets.extend(_place_of(places, fqn, chunk) for chunk in entry.chunks)
     for item, offset in zip(opaque, opaque_offsets, strict=True):
         assert item.bytes_io_data is not None  # noqa: S101 - sorted so above
         size = (item.bytes_io_data.nbytes,)
@@ -159,6 +174,7 @@ def _section(
         rows.append((_OPAQUE_KINDS[item.bytes_io_data.encoding], "uint8", size, (ChunkStorageMetadata((0,), size),)))
         raw_offsets.append(offset)
     value_names = [item.index.fqn for item in values]
+    _check_values(metadata, [*value_names, *(item.index.fqn for item in opaque)])
     dtypes = list(dict.fromkeys(row[1] for row in rows))
     data = metadata.planner_data
     tree = data.tree if isinstance(data, PlannerData) and data.tree is not None else MappingNode("dict", (), ())
@@ -193,6 +209,26 @@ def _with_stored_names(tree: StateTree) -> tuple[StateTree, dict[str, str]]:
         LeafNode(changed.get(child.fqn, child.fqn)) if type(child) is LeafNode else child for child in tree.children
     ]
     return msgspec.structs.replace(tree, children=tuple(children)), changed
+
+
+def _place_of(places: dict[_Key, int], fqn: str, chunk: ChunkStorageMetadata) -> int:
+    try:
+        return places[fqn, chunk.offsets]
+    except KeyError:
+        raise PlanError(
+            f"{fqn}: the metadata has a chunk at {chunk.offsets} that no item of the finished plan writes; leave items "
+            "out in create_local_plan, before the metadata is made"
+        ) from None
+
+
+def _check_values(metadata: Metadata, written: Sequence[str]) -> None:
+    wanted = {name for name, entry in metadata.state_dict_metadata.items() if isinstance(entry, BytesStorageMetadata)}
+    lost = sorted(wanted - set(written))
+    if lost:
+        raise PlanError(
+            f"{lost[0]}: the metadata has a value that no item of the finished plan writes; leave items out in "
+            "create_local_plan, before the metadata is made"
+        )
 
 
 def _tensor_table(

@@ -22,14 +22,14 @@ class CheckpointManifest(msgspec.Struct, frozen=True):
     ----------
     location, save_id, created, writer, version
         Where it is, and who wrote it when (UTC, ISO 8601) in which format version.
-    step, metrics, user
+    step, metrics, metadata
         What the caller of ``save`` gave.
     world_size
         Ranks that wrote it.
     raw_bytes
         Bytes of array data before the codec.
-    metadata
-        Names, shapes, dtypes and chunks: ``metadata.state_dict_metadata`` maps each key to its storage metadata.
+    contents
+        Names, shapes, dtypes and chunks: ``contents.state_dict_metadata`` maps each key to its storage metadata.
     """
 
     location: str
@@ -39,10 +39,10 @@ class CheckpointManifest(msgspec.Struct, frozen=True):
     version: tuple[int, ...]
     step: int | None
     metrics: Mapping[str, float] | None
-    user: object
+    metadata: object
     world_size: int
     raw_bytes: int
-    metadata: Metadata
+    contents: Metadata
 
 
 def _decode_metrics(metrics: Mapping[str, object] | None) -> dict[str, float] | None:
@@ -63,8 +63,8 @@ async def inspect_checkpoint(location: Location) -> CheckpointManifest:
         version=tuple(root.version),
         step=root.step,
         metrics=_decode_metrics(root.metrics),
-        user=decode_value(root.user, key="metadata"),
+        metadata=decode_value(root.user, key="metadata"),
         world_size=root.world_size,
         raw_bytes=sum(part.raw_bytes for part in root.parts),
-        metadata=await run_in_worker(metadata_of, checkpoint),
+        contents=await run_in_worker(metadata_of, checkpoint),
     )

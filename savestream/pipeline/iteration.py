@@ -10,7 +10,7 @@ from typing import TypeVar
 from savestream.arrays import HostArray, dtype_from_name
 from savestream.errors import LoadMismatchError
 from savestream.pipeline.buffers import allocate_array
-from savestream.pipeline.open_checkpoint import OpenCheckpoint, metadata_of, open_checkpoint
+from savestream.pipeline.open_checkpoint import OpenCheckpoint, VanishedDataError, metadata_of, open_checkpoint
 from savestream.pipeline.options import LoadOptions
 from savestream.pipeline.plan_loader import part_ranges
 from savestream.pipeline.reader import Destination, destination, read_ranges
@@ -52,9 +52,21 @@ async def iterate_arrays(
             raise LoadMismatchError(missing=[str(key) for key in unmatched], source=checkpoint.place)
         tensors = {name: tensors[name] for name in selected if name in tensors}
     for batch in _batches(tensors):
-        arrays = await run(functools.partial(_read_batch, checkpoint, tensors, batch, options))
+        try:
+            arrays = await run(functools.partial(_read_batch, checkpoint, tensors, batch, options))
+        except VanishedDataError as error:
+            if await run(functools.partial(_is_replaced, checkpoint)):
+                raise VanishedDataError(
+                    f"{checkpoint.place}: it was overwritten while it was iterated over; what came so far belongs to "
+                    "the replaced checkpoint, so start the iteration again"
+                ) from error
+            raise
         for name in batch:
             yield name, arrays.pop(name)
+
+
+async def _is_replaced(checkpoint: OpenCheckpoint) -> bool:
+    return (await open_checkpoint(checkpoint.location)).root.checkpoint_id != checkpoint.root.checkpoint_id
 
 
 async def _open(location: Location) -> tuple[OpenCheckpoint, Metadata]:

@@ -10,7 +10,7 @@ import msgspec
 from savestream.arrays import dtype_from_name
 from savestream.errors import LoadMismatchError
 from savestream.events import LoadFinished, Observer, OperationFailed, Statistics, notify
-from savestream.pipeline.arguments import exclusive
+from savestream.pipeline.arguments import exclusive, suggest_keys
 from savestream.pipeline.buffers import allocate_array
 from savestream.pipeline.commit import describe
 from savestream.pipeline.open_checkpoint import OpenCheckpoint, following_overwrites, metadata_of
@@ -47,6 +47,7 @@ class LoadTask:
     def __init__(self, request: LoadRequest) -> None:
         self._request = request
         self._clock = StageClock(request.observer)
+        self._names: list[str] = []
 
     async def run(self) -> object:
         """Load, or raise: mismatches and bad targets before anything of the target is touched."""
@@ -56,6 +57,7 @@ class LoadTask:
                 return await following_overwrites(request.location, self._run_once)
         except LoadMismatchError as error:
             error.source = describe(request.location)
+            error.hint = suggest_keys(error.missing, self._names)
             notify(request.observer, OperationFailed("load", error.source, repr(error)))
             raise
         except BaseException as error:
@@ -66,7 +68,8 @@ class LoadTask:
         request = self._request
         with self._clock.measure("plan", 0, 0):
             metadata = await run_in_worker(metadata_of, checkpoint)
-            await checkpoint.fetch_parts(_needed_parts(checkpoint, metadata, request.keys))
+            self._names = list(metadata.state_dict_metadata)
+            await checkpoint.fetch_parts(await run_in_worker(_needed_parts, checkpoint, metadata, request.keys))
             planner, plan = await run_in_worker(self._plan, metadata)
         loader = PlanLoader(checkpoint, planner, request.options, self._clock)
         await loader.read(plan)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
 from math import prod
@@ -142,22 +141,18 @@ class OpenCheckpoint:
             if error.errno == errno.EFBIG:
                 raise CorruptCheckpointError(f"{place}: longer than the manifest says ({entry.bytes} bytes)") from error
             raise
-        self.parts[number] = await run_in_worker(_check_part, data, entry, place, self.root.checkpoint_id)
+        self.parts[number] = await run_in_worker(_check_part, data, entry, place)
 
 
-def _check_part(data: bytes, entry: PartEntry, place: str, checkpoint_id: str) -> IndexPart:
-    if len(data) != entry.bytes or hashlib.sha256(data).hexdigest() != entry.sha256:
+def _check_part(data: bytes, entry: PartEntry, place: str) -> IndexPart:
+    try:
+        part = decode_part(data, path=place, entry=entry)
+    except CorruptCheckpointError as error:
         raise CorruptCheckpointError(
-            f"{place}: damaged (bytes 0-{len(data)} do not match the manifest's length and sha256); every key of rank "
-            f"{entry.rank} is affected"
-        )
-    part = decode_part(data, path=place)
-    if part.checkpoint_id != checkpoint_id or part.rank != entry.rank:
-        raise CorruptCheckpointError(f"{place}: belongs to another checkpoint or rank; was a file swapped?")
-    if any(entry.source for entry in part.objects):
+            f"{error}; bytes 0-{len(data)}, every key of rank {entry.rank} is affected; load an earlier checkpoint"
+        ) from error
+    if any(item.source for item in part.objects):
         raise UnsupportedFormatError(f"{place}: its data lies in other checkpoints; a newer savestream is needed")
-    if int(part.frames.raw_starts[-1]) != entry.raw_bytes:
-        raise CorruptCheckpointError(f"{place}: its frames do not hold the {entry.raw_bytes} bytes the manifest says")
     return part
 
 

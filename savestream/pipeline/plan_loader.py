@@ -60,7 +60,7 @@ class PlanLoader:
 
     async def read(self, plan: LoadPlan) -> None:
         """Read values first, since they may still show a mismatch; then fill every array."""
-        tensors, opaque, inline = self._sort(plan)
+        tensors, opaque, inline = await run_in_worker(self._sort, plan)
         arrays = await run_in_worker(_resolve_all, self._planner, tensors)
         data = [allocate_array(np.dtype(np.uint8), self._chunk(item).sizes) for item in opaque]
         values_read = await run_in_worker(self._plan_reads, opaque, data)

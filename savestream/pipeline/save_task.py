@@ -22,7 +22,16 @@ from savestream.events import OperationFailed, SaveCommitted, SavePlanned, SaveS
 from savestream.pipeline.arguments import exclusive
 from savestream.pipeline.buffers import StagingPool
 from savestream.pipeline.codecs import CODECS
-from savestream.pipeline.commit import describe, discard, head_root, join_path, new_save_id, publish, read_root
+from savestream.pipeline.commit import (
+    describe,
+    discard,
+    head_root,
+    join_path,
+    new_save_id,
+    publish,
+    read_root,
+    refuse_foreign_root,
+)
 from savestream.pipeline.compiled_plan import CompiledPlan
 from savestream.pipeline.compression_choice import CompressionChooser
 from savestream.pipeline.data_objects import DataObjects
@@ -135,6 +144,7 @@ class SaveTask:
         request = self._request
         existing = await head_root(request.location)
         if existing is None:
+            await refuse_foreign_root(request.location)
             return None, None
         if not request.overwrite:
             raise CheckpointExistsError(

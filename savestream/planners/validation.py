@@ -95,8 +95,8 @@ def _check_tensor(name: str, entry: TensorStorageMetadata, held: Sequence[tuple[
             return [f"{name}: planned as an array and as a value, by {_ranks(held)}"]
         if data.size != entry.size or data.properties != entry.properties:
             errors.append(
-                f"{name}: rank {rank} plans {data.properties.dtype}{list(data.size)}, another rank "
-                f"{entry.properties.dtype}{list(entry.size)}"
+                f"{name}: planned as {data.properties.dtype}{list(data.size)} by rank {rank} and as "
+                f"{entry.properties.dtype}{list(entry.size)} elsewhere; two leaves may have been given the same name"
             )
         ranks.setdefault((data.chunk.offsets, data.chunk.sizes), []).append(rank)
     if errors:
@@ -157,7 +157,11 @@ def check_chunks(
         errors.append(f"{name}: an empty array has {len(chunks)} chunks; one is enough")
     clashes = _clashes(full)
     for first, second in clashes:
-        cure = "; declare identical boxes with replicated=True" if _box(full[first]) == _box(full[second]) else ""
+        cure = (
+            "; give two leaves two names, or declare identical boxes with replicated=True"
+            if _box(full[first]) == _box(full[second])
+            else ""
+        )
         errors.append(f"{name}: overlapping boxes: {show(full[first])} and {show(full[second])}{cure}")
     covered = sum(volume(chunk.sizes) for chunk in full)
     if not clashes and covered != total:

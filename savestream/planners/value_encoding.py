@@ -9,6 +9,7 @@ import datetime
 import decimal
 import enum
 import fractions
+import functools
 import math
 import pathlib
 import pickle  # only behind the explicit opt-in of the caller
@@ -95,7 +96,7 @@ def describe_type(value: object) -> str:
 def refusal(value: object, key: str) -> UnsafeObjectError:
     """The error for an object that has no safe encoding."""
     if isinstance(value, np.ndarray):
-        cure = "an array cannot stand here; convert a subclass of ndarray with numpy.asarray, a set to a list"
+        cure = "store a masked array's data and mask as two arrays, another subclass of ndarray as numpy.asarray of it"
     elif isinstance(value, dict | list | tuple | set | frozenset | str | bytes | int | float):
         base = next(
             kind for kind in (dict, list, tuple, str, bytes, int, float, set, frozenset) if isinstance(value, kind)
@@ -105,7 +106,7 @@ def refusal(value: object, key: str) -> UnsafeObjectError:
         cure = "convert it to plain values or arrays"
     return UnsafeObjectError(
         f"{key or 'the state'}: {describe_type(value)} cannot be stored safely; {cure}, or opt into pickle with "
-        "allow_pickle=True, which then is needed for loading too"
+        "SaveOptions(allow_pickle=True), and with LoadOptions(allow_pickle=True) for loading"
     )
 
 
@@ -245,7 +246,18 @@ def dataclass_fields(value: Any, key: str) -> list[str]:
     absent = [name for name in names if not hasattr(value, name)]
     if absent:
         raise UnsafeObjectError(f"{key}: {describe_type(value)} has no value for its field {absent[0]!r}; set it")
+    extra = sorted(name for name in set(getattr(value, "__dict__", ())) - set(names) if not _is_cached(value, name))
+    if extra and not hasattr(value, "__post_init__"):  # which would make it again
+        raise UnsafeObjectError(
+            f"{key}: {describe_type(value)} has the attribute {extra[0]!r}, which is no field and would be lost; make "
+            "it a field, or delete it"
+        )
     return names
+
+
+def _is_cached(value: Any, name: str) -> bool:
+    """Whether an attribute is what a cached property left; it is computed again."""
+    return isinstance(getattr(type(value), name, None), functools.cached_property)
 
 
 def _encode_namedtuple(encoder: _Encoder, value: Any, depth: int) -> Node:

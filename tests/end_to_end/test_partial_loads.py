@@ -282,12 +282,12 @@ async def test_the_manifest_is_read_without_data() -> None:
     manifest = await savestream.read_manifest((backend, "c"))
     assert [record.kind for record in backend.records] == ["get"]
     assert (manifest.save_id, manifest.step, manifest.world_size) == (info.save_id, 12, 1)
-    assert manifest.user == {"note": ("x", 1)}
+    assert manifest.metadata == {"note": ("x", 1)}
     assert manifest.metrics is not None
     assert manifest.metrics["loss"] == 0.5
     assert np.isnan(manifest.metrics["acc"])
     assert manifest.raw_bytes == 3 * 4 * 4 + 8
-    entries = manifest.metadata.state_dict_metadata
+    entries = manifest.contents.state_dict_metadata
     assert list(entries) == ["w", "s", "cfg", "n"]
     w, cfg = entries["w"], entries["cfg"]
     assert isinstance(w, TensorStorageMetadata)

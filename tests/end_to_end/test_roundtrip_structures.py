@@ -244,7 +244,7 @@ def test_two_keys_that_are_no_number_are_refused(tmp_path: pathlib.Path) -> None
     round_trip({(math.nan, 1): x(), "d": {math.nan: x(), 1: x(1)}})
 
 
-@pytest.mark.parametrize("step", [-1, True, 1.0, "1", 2**70, np.int64(3)])
+@pytest.mark.parametrize("step", [-1, True, 1.0, "1", 2**70])
 def test_a_step_that_is_no_number_is_refused_at_once(step: Any, tmp_path: pathlib.Path) -> None:
     with pytest.raises(PlanError, match="step="):
         blocking.save({"w": x()}, tmp_path / "c", step=step)

@@ -157,8 +157,8 @@ def nobody(place: str) -> None:
 def umask(place: str) -> None:
     os.umask(0o027)
     state = {"a": np.arange(1 << 18), "b": 1}
-    blocking.save(state, f"{place}/root/step")
-    blocking.save(state, f"{place}/root/step", overwrite=True)
+    blocking.save(state, f"{place}/all/step")
+    blocking.save(state, f"{place}/all/step", overwrite=True)
     for path in [pathlib.Path(place, "root"), *sorted(pathlib.Path(place, "root").rglob("*"))]:
         print("directory" if path.is_dir() else "file", oct(path.stat().st_mode & 0o7777))
 

@@ -144,9 +144,9 @@ def test_hints_follow_the_sorted_chunks() -> None:
         (
             shard(range(4)),
             shard(range(5, 8), total=8),
-            r"w: rank 1 plans float64\[8, 2\], another rank .*\[4, 2\]",
+            r"w: planned as float64\[8, 2\] by rank 1 and as .*\[4, 2\] elsewhere",
         ),
-        (np.zeros(3), np.zeros(3, np.float32), r"w: rank 1 plans float32\[3\], another rank float64\[3\]"),
+        (np.zeros(3), np.zeros(3, np.float32), r"w: planned as float32\[3\] by rank 1 and as float64\[3\] elsewhere"),
         (np.zeros(3), 5, "w: planned as an array and as a value"),
     ],
 )
