@@ -159,7 +159,7 @@ def umask(place: str) -> None:
     state = {"a": np.arange(1 << 18), "b": 1}
     blocking.save(state, f"{place}/all/step")
     blocking.save(state, f"{place}/all/step", overwrite=True)
-    for path in [pathlib.Path(place, "root"), *sorted(pathlib.Path(place, "root").rglob("*"))]:
+    for path in [pathlib.Path(place, "all"), *sorted(pathlib.Path(place, "all").rglob("*"))]:
         print("directory" if path.is_dir() else "file", oct(path.stat().st_mode & 0o7777))
 
 
