@@ -287,7 +287,7 @@ def boxes_that_may_lie(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[lis
     return shape, boxes
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(boxes_that_may_lie())
 def test_a_cover_is_accepted_exactly_when_it_is_one(
     content: tuple[tuple[int, ...], list[tuple[list[int], list[int]]]],
@@ -337,7 +337,7 @@ wild_values = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(root=roots(), data=st.data())
 def test_a_root_with_one_changed_member_is_refused_or_consistent(root: Root, data: st.DataObject) -> None:
     members = json.loads(encoded(root))

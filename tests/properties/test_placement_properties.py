@@ -1,5 +1,7 @@
 """Boxes out of chunks, against numpy's own slicing."""
 
+import itertools
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,7 +27,7 @@ def test_pieces_of_a_chunk_fill_exactly_the_box(box, cuts, target_dtype):
     wanted = array[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))]
     target = np.full(lengths, -1, target_dtype)
     edges = sorted({0, array.size, *(int(cut * array.size) for cut in cuts)})
-    for start, stop in zip(edges, edges[1:], strict=False):
+    for start, stop in itertools.pairwise(edges):
         place_elements(array.reshape(-1)[start:stop], start, stop, shape, offsets, lengths, target)
     assert (target == wanted).all()
 
@@ -43,7 +45,7 @@ def test_spans_hold_every_element_of_the_box_in_order(box, gap):
     wanted = set(array[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))].reshape(-1).tolist())
     held = {element for start, stop in spans for element in range(start // 4, stop // 4)}
     assert wanted <= held
-    assert all(first[1] <= second[0] for first, second in zip(spans, spans[1:], strict=False))
+    assert all(first[1] <= second[0] for first, second in itertools.pairwise(spans))
 
 
 @settings(max_examples=300, deadline=None)
