@@ -115,7 +115,7 @@ STATES: dict[str, Any] = {
             datetime.time(1, 2, tzinfo=datetime.UTC),
             datetime.timedelta(-1, 5, 7),
         ],
-        "numpy": [np.float32(-0.0), np.datetime64("NaT"), np.str_("a\0"), np.bytes_(b"a\0"), ml_dtypes.bfloat16(2)],
+        "numpy": [np.float32(-0.0), np.datetime64("NaT", "ns"), np.str_("a\0"), np.bytes_(b"a\0"), ml_dtypes.bfloat16(2)],
         "dtype": np.dtype([("a", ">i4")]),
         "others": [decimal.Decimal("1.10"), fractions.Fraction(1, 3), uuid.UUID(int=7), range(3), slice(1), ...],
         "paths": [PurePosixPath("/a"), PureWindowsPath("C:/x")],

@@ -304,7 +304,7 @@ VALUES = {
         np.int8(-8),
         np.bool_(True),
         np.complex64(1 - 2j),
-        np.datetime64("NaT"),
+        np.datetime64("NaT", "ns"),
         np.datetime64("2024-02-29", "D"),
         np.timedelta64(5, "25us"),
         np.str_("é"),

@@ -73,7 +73,7 @@ VALUES = [
     *(b"", b"ab", bytearray(b"x"), datetime.date(2020, 2, 29), datetime.time(3, 4, 5, 6, fold=1)),
     *(datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC), datetime.datetime(2020, 1, 1, fold=1, tzinfo=UTC2)),
     *(datetime.timedelta(-1, 3), np.float32(1.5), ml_dtypes.bfloat16(2), ml_dtypes.int4(3), np.datetime64("2020")),
-    *(np.datetime64("NaT"), np.str_("a\0"), np.str_(""), np.bytes_(b"a\0"), np.bool_(True), np.longdouble(1) / 3),
+    *(np.datetime64("NaT", "ns"), np.str_("a\0"), np.str_(""), np.bytes_(b"a\0"), np.bool_(True), np.longdouble(1) / 3),
     *(np.complex64(1j), np.dtype(">u4"), np.dtype([("a", "i4"), ("b", "<M8[D]")]), np.dtype("bfloat16")),
     *(Colour.RED, Level.HIGH, Flag.A | Flag.B, Flag(0), {}, {"a": 1}, {"$a": 1}, {"": 1}, {"\ud800": 1}, [], ()),
     {1: 2, None: 3, (1, 2): 4, b"x": 5, 1.5: 2, Colour.RED: 6, frozenset({1}): 7},
