@@ -21,6 +21,7 @@ from savestream.planners.metadata import (
     ChunkStorageMetadata,
     Metadata,
     PlannerData,
+    TensorProperties,
     TensorStorageMetadata,
 )
 from savestream.planners.paths import part_text
@@ -77,7 +78,7 @@ def compile_plan(plan: SavePlan, metadata: Metadata) -> CompiledPlan:
     writers, aliases, opaque, values = _sort_items(plan.items)
     chunk_items = [*writers.values(), *opaque]
     _check_sizes(chunk_items)
-    layout = plan_layout([_chunk_shape(item) for item in chunk_items])
+    layout = plan_layout(_chunk_shapes(chunk_items))
     offsets = layout.raw_offsets.tolist()
     places = dict(zip(writers, offsets, strict=False))
     for key, primary in aliases.items():
@@ -139,11 +140,19 @@ def _aliases(arrays: dict[_Key, WriteItem]) -> dict[_Key, _Key]:
     return aliases
 
 
-def _chunk_shape(item: WriteItem) -> ChunkShape:
-    if item.tensor_data is None:
-        nbytes = item.bytes_io_data.nbytes if item.bytes_io_data is not None else 0
-        return ChunkShape(nbytes, 1, 1, 1)
-    return _shape_of(item.tensor_data.chunk.sizes, item.tensor_data.properties.dtype)
+def _chunk_shapes(items: Sequence[WriteItem]) -> list[ChunkShape]:
+    known: dict[int, ChunkShape] = {}  # arrays of equal description share their item's data
+    shapes = []
+    for item in items:
+        data = item.tensor_data
+        if data is None:
+            shapes.append(ChunkShape(item.chunk_nbytes, 1, 1, 1))
+            continue
+        shape = known.get(id(data))
+        if shape is None:
+            shape = known[id(data)] = _shape_of(data.chunk.sizes, data.properties.dtype)
+        shapes.append(shape)
+    return shapes
 
 
 def _shape_of(sizes: tuple[int, ...], dtype: str) -> ChunkShape:
@@ -160,31 +169,31 @@ def _section(
     values: Sequence[WriteItem],
 ) -> PlanSection:
     names: list[str] = []
-    rows: list[tuple[int, str, tuple[int, ...], Sequence[ChunkStorageMetadata]]] = []
+    columns = _Columns()
     raw_offsets: list[int] = []
     for fqn, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
             names.append(fqn)
-            rows.append((0, entry.properties.dtype, entry.size, entry.chunks))
-            raw_offsets.extend(_place_of(places, fqn, chunk) for chunk in entry.chunks)
+            columns.add(0, entry)
+            raw_offsets += [_place_of(places, fqn, chunk) for chunk in entry.chunks]
     for item, offset in zip(opaque, opaque_offsets, strict=True):
         assert item.bytes_io_data is not None  # noqa: S101 - sorted so above
         size = (item.bytes_io_data.nbytes,)
         names.append(item.index.fqn)
-        rows.append((_OPAQUE_KINDS[item.bytes_io_data.encoding], "uint8", size, (ChunkStorageMetadata((0,), size),)))
+        described = TensorStorageMetadata(TensorProperties("uint8"), size, (ChunkStorageMetadata((0,), size),))
+        columns.add(_OPAQUE_KINDS[item.bytes_io_data.encoding], described)
         raw_offsets.append(offset)
     value_names = [item.index.fqn for item in values]
     _check_values(metadata, [*value_names, *(item.index.fqn for item in opaque)])
-    dtypes = list(dict.fromkeys(row[1] for row in rows))
     data = metadata.planner_data
     tree = data.tree if isinstance(data, PlannerData) and data.tree is not None else MappingNode("dict", (), ())
     tree, stored = _with_stored_names(structure_for_items(tree, [*names, *value_names]))
     names, value_names = ([stored.get(name, name) for name in part] for part in (names, value_names))
     return PlanSection(
-        dtypes=dtypes,
+        dtypes=list(columns.dtypes),
         tree=tree,
-        tensors=_tensor_table(rows, dtypes),
-        chunks=_chunk_table(rows, raw_offsets),
+        tensors=columns.tensors(),
+        chunks=columns.chunks(raw_offsets),
         tensor_names=names,
         value_names=value_names,
     )
@@ -231,26 +240,50 @@ def _check_values(metadata: Metadata, written: Sequence[str]) -> None:
         )
 
 
-def _tensor_table(
-    rows: Sequence[tuple[int, str, tuple[int, ...], Sequence[ChunkStorageMetadata]]], dtypes: Sequence[str]
-) -> TensorTable:
-    numbers = {name: number for number, name in enumerate(dtypes)}
-    count = len(rows)
-    return TensorTable(
-        kind=np.fromiter((row[0] for row in rows), np.uint8, count),
-        dtype=np.fromiter((numbers[row[1]] for row in rows), np.uint32, count),
-        ndim=np.fromiter((len(row[2]) for row in rows), np.uint8, count),
-        shape=np.fromiter((size for row in rows for size in row[2]), np.int64),
-        n_chunks=np.fromiter((len(row[3]) for row in rows), np.uint32, count),
-    )
+class _Columns:
+    """The tensor and chunk tables while they are filled; descriptions that many tensors share are looked at once."""
 
+    def __init__(self) -> None:
+        self.dtypes: dict[str, int] = {}
+        self._known: dict[int, tuple[TensorStorageMetadata, int, list[int], list[int]]] = {}
+        self._kind: list[int] = []
+        self._dtype: list[int] = []
+        self._ndim: list[int] = []
+        self._shape: list[int] = []
+        self._n_chunks: list[int] = []
+        self._offsets: list[int] = []
+        self._sizes: list[int] = []
 
-def _chunk_table(
-    rows: Sequence[tuple[int, str, tuple[int, ...], Sequence[ChunkStorageMetadata]]], raw_offsets: Sequence[int]
-) -> ChunkTable:
-    return ChunkTable(
-        part=np.zeros(len(raw_offsets), np.uint32),
-        raw_offset=np.asarray(raw_offsets, np.int64),
-        offsets=np.fromiter((offset for row in rows for chunk in row[3] for offset in chunk.offsets), np.int64),
-        sizes=np.fromiter((size for row in rows for chunk in row[3] for size in chunk.sizes), np.int64),
-    )
+    def add(self, kind: int, entry: TensorStorageMetadata) -> None:
+        """Append a tensor and its chunks."""
+        known = self._known.get(id(entry))
+        if known is None:
+            dtype = self.dtypes.setdefault(entry.properties.dtype, len(self.dtypes))
+            offsets = [offset for chunk in entry.chunks for offset in chunk.offsets]
+            sizes = [size for chunk in entry.chunks for size in chunk.sizes]
+            known = self._known[id(entry)] = (entry, dtype, offsets, sizes)
+        _, dtype, offsets, sizes = known
+        self._kind.append(kind)
+        self._dtype.append(dtype)
+        self._ndim.append(len(entry.size))
+        self._shape += entry.size
+        self._n_chunks.append(len(entry.chunks))
+        self._offsets += offsets
+        self._sizes += sizes
+
+    def tensors(self) -> TensorTable:
+        return TensorTable(
+            kind=np.array(self._kind, np.uint8),
+            dtype=np.array(self._dtype, np.uint32),
+            ndim=np.array(self._ndim, np.uint8),
+            shape=np.array(self._shape, np.int64),
+            n_chunks=np.array(self._n_chunks, np.uint32),
+        )
+
+    def chunks(self, raw_offsets: Sequence[int]) -> ChunkTable:
+        return ChunkTable(
+            part=np.zeros(len(raw_offsets), np.uint32),
+            raw_offset=np.array(raw_offsets, np.int64),
+            offsets=np.array(self._offsets, np.int64),
+            sizes=np.array(self._sizes, np.int64),
+        )

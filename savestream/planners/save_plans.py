@@ -96,6 +96,7 @@ class _ItemBuilder:
     def __init__(self) -> None:
         self._properties: dict[Any, TensorProperties] = {}
         self._boxes: dict[Shape, ChunkStorageMetadata] = {}
+        self._data: dict[tuple[int, Shape], TensorWriteData] = {}  # arrays of equal dtype and shape share one
 
     def _properties_of(self, dtype: str, requires_grad: bool) -> TensorProperties:
         return self._properties.setdefault((dtype, requires_grad), TensorProperties(dtype, requires_grad))
@@ -117,9 +118,10 @@ class _ItemBuilder:
             info = array_info(leaf, name)
             shape = info.shape
             properties = self._properties_of(info.dtype, bool(getattr(leaf, "requires_grad", False)))
-        box = self._whole(shape)
-        index = MetadataIndex(name, box.offsets, 0)
-        return WriteItem(index, WriteItemType.TENSOR, None, TensorWriteData(box, properties, shape))
+        data = self._data.get((id(properties), shape))
+        if data is None:
+            data = self._data[id(properties), shape] = TensorWriteData(self._whole(shape), properties, shape)
+        return WriteItem(MetadataIndex(name, data.chunk.offsets, 0), WriteItemType.TENSOR, None, data)
 
     def shards(self, name: str, leaf: Any) -> list[WriteItem]:
         shape, chunks = shard_chunks(leaf, name)
@@ -174,24 +176,29 @@ def create_default_global_save_plan(
 
     Nothing is checked here: see :func:`~savestream.planners.validation.validate_global_plan`.
     """
-    chunks: dict[str, list[ChunkStorageMetadata]] = {}
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    several: dict[str, list[ChunkStorageMetadata]] = {}
+    known: dict[int, TensorStorageMetadata] = {}  # one entry for all arrays of equal description
     for plan in all_plans:
         for item in plan.items:
             name, data = item.index.fqn, item.tensor_data
             if data is None:
                 encoding = item.bytes_io_data.encoding if item.bytes_io_data is not None else "bytes"
                 entries.setdefault(name, BytesStorageMetadata(encoding))
-            elif name in chunks:
-                chunks[name].append(data.chunk)
-            else:
-                held = chunks[name] = [data.chunk]
-                entries.setdefault(name, TensorStorageMetadata(data.properties, data.size, held))
+                continue
+            entry = known.get(id(data))
+            if entry is None:
+                entry = known[id(data)] = TensorStorageMetadata(data.properties, data.size, (data.chunk,))
+            before = len(entries)
+            first = entries.setdefault(name, entry)
+            if len(entries) > before or not isinstance(first, TensorStorageMetadata):
+                continue
+            several.setdefault(name, list(first.chunks)).append(data.chunk)
     hints: dict[str, dict[Shape, int]] = {}
-    for name, held in chunks.items():
-        if len(held) > 1:
-            held.sort(key=_offsets)
-            hints[name] = {chunk.offsets: position for position, chunk in enumerate(held)}
+    for name, held in several.items():
+        held.sort(key=_offsets)
+        entries[name] = msgspec.structs.replace(entries[name], chunks=held)
+        hints[name] = {chunk.offsets: position for position, chunk in enumerate(held)}
     plans = list(all_plans)
     if rewrite_index_hints:
         plans = [_with_hints(plan, hints) for plan in plans]

@@ -43,27 +43,35 @@ def validate_global_plan(plans: Sequence[SavePlan], metadata: Metadata) -> list[
     list of str
         One message for each fault, with key, boxes and ranks.
     """
-    single: dict[str, tuple[int, WriteItem]] = {}
+    single: dict[str, WriteItem] = {}
+    owners: dict[str, int] = {}
     several: dict[str, list[tuple[int, WriteItem]]] = {}
     for rank, plan in enumerate(plans):
         for item in plan.items:
-            name, held = item.index.fqn, (rank, item)
-            first = single.setdefault(name, held)
-            if first is not held:
-                several.setdefault(name, [first]).append(held)
+            name = item.index.fqn
+            first = single.setdefault(name, item)
+            owner = owners.setdefault(name, rank)
+            if first is not item:
+                several.setdefault(name, [(owner, first)]).append((rank, item))
     errors: list[str] = []
     entries = metadata.state_dict_metadata
+    simple: dict[tuple[int, int], bool] = {}  # arrays of equal description share their entry and their item's data
     for name, entry in entries.items():
         held_once = single.get(name)
-        if held_once is None or name in several or not _is_simple(entry, held_once[1]):
-            holders = several.get(name) or ([held_once] if held_once is not None else [])
-            if isinstance(entry, BytesStorageMetadata):
-                errors += _check_value(name, holders)
-            else:
-                errors += _check_tensor(name, entry, holders)
+        if held_once is not None and name not in several:
+            pair = (id(entry), id(held_once.tensor_data))
+            if pair not in simple:
+                simple[pair] = _is_simple(entry, held_once)
+            if simple[pair]:
+                continue
+        holders = several.get(name) or ([(owners[name], held_once)] if held_once is not None else [])
+        if isinstance(entry, BytesStorageMetadata):
+            errors += _check_value(name, holders)
+        else:
+            errors += _check_tensor(name, entry, holders)
     strangers = [name for name in single if name not in entries]
     errors += [
-        f"{name}: planned by {_ranks(several.get(name) or [single[name]])}, but not in the metadata"
+        f"{name}: planned by {_ranks(several.get(name) or [(owners[name], single[name])])}, but not in the metadata"
         for name in strangers
     ]
     return errors

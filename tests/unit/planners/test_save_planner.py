@@ -53,7 +53,7 @@ def test_items_and_metadata() -> None:
     assert by_name["cfg"].bytes_io_data.encoding == "json"
     entries = stored.metadata.state_dict_metadata
     assert entries["w"] == TensorStorageMetadata(
-        TensorProperties("float32"), (2, 3), [ChunkStorageMetadata((0, 0), (2, 3))]
+        TensorProperties("float32"), (2, 3), (ChunkStorageMetadata((0, 0), (2, 3)),)
     )
     assert entries["step"] == BytesStorageMetadata("json")
     assert stored.chunks[MetadataIndex("step")] == b"3"
