@@ -231,16 +231,22 @@ def metadata_of(checkpoint: OpenCheckpoint) -> Metadata:
     plan = root.plan
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     kinds = plan.tensors.kind.tolist()
-    dtypes = [TensorProperties(plan.dtypes[index]) for index in plan.tensors.dtype.tolist()]
+    dtypes = plan.tensors.dtype.tolist()
     boxes = _chunk_boxes(checkpoint)
+    known: dict[tuple[int, int], TensorStorageMetadata] = {}  # by dtype and chunks: most tensors of a kind are alike
     starts = np.concatenate([[0], np.cumsum(plan.tensors.ndim, dtype=np.int64)]).tolist()
     shape = plan.tensors.shape.tolist()
     for number, name in enumerate(plan.tensor_names):
         if kinds[number]:
             entries[name] = BytesStorageMetadata(_KIND_ENCODINGS[kinds[number]])
         else:
-            size = tuple(shape[starts[number] : starts[number + 1]])
-            entries[name] = TensorStorageMetadata(dtypes[number], size, boxes[number])
+            alike = (dtypes[number], id(boxes[number]))
+            entry = known.get(alike)
+            size = shape[starts[number] : starts[number + 1]]
+            if entry is None or entry.size != tuple(size):
+                properties = TensorProperties(plan.dtypes[dtypes[number]])
+                entry = known[alike] = TensorStorageMetadata(properties, tuple(size), boxes[number])
+            entries[name] = entry
     entries.update(dict.fromkeys(plan.value_names, BytesStorageMetadata()))
     mappings: Mapping[str, tuple[object, ...]] = tree_mappings(plan.tree)
     return Metadata(
