@@ -34,9 +34,9 @@ __all__ = [
     "head_root",
     "join_path",
     "new_save_id",
+    "own_root",
     "publish",
     "read_root",
-    "refuse_foreign_root",
 ]
 
 logger = logging.getLogger("savestream")
@@ -88,33 +88,38 @@ async def head_root(location: Location) -> ObjectInfo | None:
 
     A ``manifest.json`` of somebody else's is no root: it does not begin as ours do, and no data of ours lies beside it.
     """
-    path = join_path(location.path, ROOT_NAME)
-    found = await location.backend.head(path)
-    if found is None or await _begins_like_a_root(location, found) or await _save_ids(location):
-        return found
-    return None
+    found, is_own = await _look_at_root(location)
+    return found if is_own else None
 
 
-async def _begins_like_a_root(location: Location, found: ObjectInfo) -> bool:
-    begin = bytearray(min(found.size_bytes, len(_ROOT_BEGIN)))
-    try:
-        async with await location.backend.open_reader(found.path) as reader:
-            await reader.read_into(0, memoryview(begin))
-    except StorageError as error:
-        if error.errno in (errno.ENOENT, errno.EIO):  # deleted or cut short just now
-            return False
-        raise
-    return bytes(begin) == _ROOT_BEGIN
-
-
-async def refuse_foreign_root(location: Location) -> None:
-    """Raise if a ``manifest.json`` that is not savestream's stands where the root would."""
-    if await location.backend.head(join_path(location.path, ROOT_NAME)) is not None:
+async def own_root(location: Location) -> ObjectInfo | None:
+    """:func:`head_root`, for those who write or delete there: a ``manifest.json`` of somebody else's is an error."""
+    found, is_own = await _look_at_root(location)
+    if found is not None and not is_own:
         raise StorageError(
             errno.EEXIST,
             f"{describe(location, ROOT_NAME)} exists and is not savestream's; it is never overwritten or deleted. Save "
             "to another directory",
         )
+    return found
+
+
+async def _look_at_root(location: Location) -> tuple[ObjectInfo | None, bool]:
+    """What stands where the root would, and whether it is savestream's."""
+    found = await location.backend.head(join_path(location.path, ROOT_NAME))
+    if found is None:
+        return None, False
+    begin = bytearray(min(found.size_bytes, len(_ROOT_BEGIN)))
+    try:
+        async with await location.backend.open_reader(found.path) as reader:
+            await reader.read_into(0, memoryview(begin))
+    except StorageError as error:
+        if error.errno == errno.ENOENT:  # deleted just now
+            return None, False
+        if error.errno != errno.EIO:
+            raise
+        begin.clear()  # cut short just now, or unreadable
+    return found, bytes(begin) == _ROOT_BEGIN or bool(await _save_ids(location))
 
 
 async def read_root(location: Location) -> Root:
@@ -255,8 +260,7 @@ async def find_checkpoints(location: Location) -> list[CheckpointEntry]:
 
 async def delete_checkpoint(location: Location) -> None:
     """Make a checkpoint unloadable (root first), then remove its data and nothing else."""
-    if await head_root(location) is None:
-        await refuse_foreign_root(location)
+    if await own_root(location) is None:
         raise CheckpointNotFoundError(await _absence(location))
     root = join_path(location.path, ROOT_NAME)
     doomed: Sequence[str]

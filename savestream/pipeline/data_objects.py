@@ -19,9 +19,6 @@ __all__ = ["DataObjects", "Placement"]
 logger = logging.getLogger("savestream")
 
 
-logger = logging.getLogger("savestream")
-
-
 class Placement(msgspec.Struct, frozen=True):
     """Where an extent goes."""
 
@@ -43,6 +40,7 @@ class DataObjects:
         self._writers: list[ObjectWriter] = []
         self._ends: list[int] = []
         self._next_offset = 0
+        self._is_complete = False
         self._lock = threading.Lock()
         self._opening = Lock()
 
@@ -56,14 +54,19 @@ class DataObjects:
                 self._writers.append(writer)
                 self._ends.append(0)
                 self._next_offset = 0
+                self._is_complete = False
 
     def place(self, nbytes: int) -> Placement | int:
-        """Take room for an extent in the current object; its number where it would grow too large: open the next."""
+        """Take room for an extent in the current object; its number where it takes no more: open the next.
+
+        It must not grow too large, and an extent shorter than the minimum must be its last.
+        """
         capabilities = self._capabilities
         with self._lock:
             offset = self._next_offset
-            if offset and offset + nbytes > capabilities.maximum_object_bytes:
+            if offset and (self._is_complete or offset + nbytes > capabilities.maximum_object_bytes):
                 return len(self._writers) - 1
+            self._is_complete = nbytes < capabilities.minimum_extent_bytes
             self._next_offset = offset + round_up(nbytes, self._alignment_bytes)
             self._ends[-1] = offset + nbytes
             return Placement(len(self._writers) - 1, offset, self._writers[-1])

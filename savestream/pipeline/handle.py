@@ -171,7 +171,7 @@ def _log_if_dropped(
         else:
             # Only text: the error's traceback leads to the caller's frames, and from there back to the handle.
             text = "".join(traceback.format_exception(future.exception()))
-            weakref.finalize(alive, _report_unasked, inquiry, text, place).atexit = False
+            weakref.finalize(alive, _report_unasked, inquiry, text, place)  # at the program's end at the latest
 
     return report
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from typing import TypeVar
 
 from savestream.arrays import HostArray, dtype_from_name
-from savestream.errors import LoadMismatchError
+from savestream.errors import CheckpointNotFoundError, LoadMismatchError
 from savestream.pipeline.buffers import allocate_array
 from savestream.pipeline.open_checkpoint import OpenCheckpoint, VanishedDataError, metadata_of, open_checkpoint
 from savestream.pipeline.options import LoadOptions
@@ -55,18 +55,25 @@ async def iterate_arrays(
         try:
             arrays = await run(functools.partial(_read_batch, checkpoint, tensors, batch, options))
         except VanishedDataError as error:
-            if await run(functools.partial(_is_replaced, checkpoint)):
-                raise VanishedDataError(
-                    f"{checkpoint.place}: it was overwritten while it was iterated over; what came so far belongs to "
-                    "the replaced checkpoint, so start the iteration again"
-                ) from error
+            await run(functools.partial(_explain_change, checkpoint, error))
             raise
         for name in batch:
             yield name, arrays.pop(name)
 
 
-async def _is_replaced(checkpoint: OpenCheckpoint) -> bool:
-    return (await open_checkpoint(checkpoint.location)).root.checkpoint_id != checkpoint.root.checkpoint_id
+async def _explain_change(checkpoint: OpenCheckpoint, error: VanishedDataError) -> None:
+    """Raise what says why data vanished, if the checkpoint is not the same any more."""
+    try:
+        now = (await open_checkpoint(checkpoint.location)).root.checkpoint_id
+    except CheckpointNotFoundError:
+        raise CheckpointNotFoundError(
+            f"{checkpoint.place}: it was deleted while it was iterated over; what came so far is sound"
+        ) from error
+    if now != checkpoint.root.checkpoint_id:
+        raise VanishedDataError(
+            f"{checkpoint.place}: it was overwritten while it was iterated over; what came so far belongs to the "
+            "replaced checkpoint, so start the iteration again"
+        ) from error
 
 
 async def _open(location: Location) -> tuple[OpenCheckpoint, Metadata]:

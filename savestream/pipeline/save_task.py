@@ -25,12 +25,11 @@ from savestream.pipeline.codecs import CODECS
 from savestream.pipeline.commit import (
     describe,
     discard,
-    head_root,
     join_path,
     new_save_id,
+    own_root,
     publish,
     read_root,
-    refuse_foreign_root,
 )
 from savestream.pipeline.compiled_plan import CompiledPlan
 from savestream.pipeline.compression_choice import CompressionChooser
@@ -44,7 +43,7 @@ from savestream.pipeline.staging import StagingQueue, group_blocks, lane_bytes, 
 from savestream.pipeline.writer import RateLimit, fill_queue, write_queue
 from savestream.planners.default import DefaultSavePlanner
 from savestream.planners.metadata import StorageMeta
-from savestream.storage_backends.base import ObjectInfo
+from savestream.storage_backends.base import Capabilities, ObjectInfo
 from savestream.threads import forget_frames, run_in_worker
 from savestream.version import __version__
 
@@ -90,7 +89,10 @@ class SaveTask:
         timeout = self._request.options.timeout_seconds
         try:
             with exclusive(self._request.planner):
-                return await self._run_within(timeout)
+                try:
+                    return await self._run_within(timeout)
+                finally:
+                    self._release_state()
         except BaseException as error:
             notify(self._request.observer, OperationFailed("save", self.place, repr(error)))
             forget_frames(error)
@@ -98,8 +100,7 @@ class SaveTask:
         finally:
             # A handle, or an error's traceback, that outlives the save keeps none of its memory.
             self._final_progress = self.progress()
-            self._release_state()
-            self._queue = self._prepared = None
+            self._request.state = self._queue = self._prepared = None
 
     async def _run_within(self, timeout_seconds: float | None) -> CheckpointInfo:
         with anyio.move_on_after(timeout_seconds):
@@ -110,10 +111,12 @@ class SaveTask:
         )
 
     def _release_state(self) -> None:
-        """Let go of the caller's arrays."""
+        """Let go of the caller's arrays; only while the planner serves this save."""
         self._request.state = None
         if self._prepared is not None:
             self._prepared.release()
+        elif isinstance(self._request.planner, DefaultSavePlanner):  # planning failed
+            self._request.planner.release_state()
         if self._queue is not None:
             self._queue.make_sources = no_sources
 
@@ -138,13 +141,13 @@ class SaveTask:
             if not (committing and isinstance(error, StorageError) and error.outcome == "unknown"):
                 await self._discard()
             raise
+        await self._tell_planner()
         return self._committed(prepared)
 
     async def _examine_destination(self) -> tuple[ObjectInfo | None, str | None]:
         request = self._request
-        existing = await head_root(request.location)
+        existing = await own_root(request.location)
         if existing is None:
-            await refuse_foreign_root(request.location)
             return None, None
         if not request.overwrite:
             raise CheckpointExistsError(
@@ -187,8 +190,7 @@ class SaveTask:
         limit = min(pool.limit_bytes, options.staging_limit_bytes)
         preferred = STREAM_BLOCK_BYTES if self._mode == "stream" else STAGED_BLOCK_BYTES
         preferred = max(min(preferred, capabilities.maximum_object_bytes), 1)
-        minimum = capabilities.minimum_extent_bytes
-        lanes, block_bytes = _fit(prepared.compiled, lanes, preferred, limit, encodes, minimum)
+        lanes, block_bytes = _fit(prepared.compiled, lanes, preferred, limit, encodes, capabilities)
         blocks = prepared.compiled.blocks(block_bytes)
         lanes = min(lanes, len(blocks))
         layout = prepared.compiled.layout
@@ -200,12 +202,12 @@ class SaveTask:
             pool=pool,
             chooser=CompressionChooser(options.compression, lanes=lanes),
             encodes=encodes,
-            minimum_extent_bytes=minimum,
+            capabilities=capabilities,
             clock=self._clock,
             on_staged=self._mark_staged,
         )
         created = created_bytes(prepared, blocks)
-        per_lane = lane_bytes(blocks, layout, encodes=encodes, minimum_extent_bytes=minimum) + created
+        per_lane = lane_bytes(blocks, layout, encodes=encodes, capabilities=capabilities) + created
         output = per_lane - max(block.buffer_bytes for block in blocks)
         whole = sum(block.buffer_bytes for block in blocks) + lanes * output
         rate = RateLimit(options.write_bytes_per_second)
@@ -287,13 +289,18 @@ class SaveTask:
             except Exception:  # the error that led here must reach the caller; what is left bears this save's id alone
                 logger.warning("%s: data of a failed save stays behind", self.place, exc_info=True)
 
+    async def _tell_planner(self) -> None:
+        planner = self._request.planner
+        if planner is None:
+            return
+        with anyio.CancelScope(shield=True):
+            try:
+                await run_in_worker(planner.commit_plan)
+            except Exception:  # the checkpoint stands, so the save has not failed, whatever the planner says afterwards
+                logger.exception("%s: committed, but the planner's commit_plan failed", self.place)
+
     def _committed(self, prepared: Prepared) -> CheckpointInfo:
         request = self._request
-        try:
-            if isinstance(prepared.planner, DefaultSavePlanner):
-                prepared.planner.commit_plan()
-        except Exception:  # the checkpoint stands, so the save has not failed, whatever the planner says afterwards
-            logger.exception("%s: committed, but the planner's commit_plan failed", self.place)
         if request.plan_cache is not None and prepared.fingerprint is not None:
             request.plan_cache.put(prepared.fingerprint, prepared.compiled)
         queue = self._queue
@@ -311,12 +318,12 @@ class SaveTask:
 
 
 def _fit(
-    compiled: CompiledPlan, lanes: int, block_bytes: int, limit: int, encodes: bool, minimum_extent_bytes: int
+    compiled: CompiledPlan, lanes: int, block_bytes: int, limit: int, encodes: bool, capabilities: Capabilities
 ) -> tuple[int, int]:
     """Lanes and block size that the budget allows; below the smallest of both a save runs alone in the budget."""
     while True:
         blocks = compiled.blocks(block_bytes)
-        each = lane_bytes(blocks, compiled.layout, encodes=encodes, minimum_extent_bytes=minimum_extent_bytes)
+        each = lane_bytes(blocks, compiled.layout, encodes=encodes, capabilities=capabilities)
         if lanes * each <= limit or (lanes == 1 and block_bytes <= FRAME_BYTES):
             return lanes, block_bytes
         if lanes > 1 and (lanes - 1) * each <= limit:

@@ -21,6 +21,7 @@ from savestream.pipeline.layout import Block, Layout, Piece
 from savestream.pipeline.manifest import Frames
 from savestream.pipeline.sources import ChunkSources, fill_block
 from savestream.pipeline.stage_clock import StageClock
+from savestream.storage_backends.base import Capabilities
 
 __all__ = ["EXTENT_TARGET_BYTES", "Extent", "Lane", "StagingQueue", "group_blocks", "lane_bytes", "new_frames"]
 
@@ -55,15 +56,18 @@ def new_frames(layout: Layout) -> Frames:
     )
 
 
-def lane_bytes(blocks: Sequence[Block], layout: Layout, *, encodes: bool, minimum_extent_bytes: int) -> int:
+def lane_bytes(blocks: Sequence[Block], layout: Layout, *, encodes: bool, capabilities: Capabilities) -> int:
     """What one lane holds at once: its raw block and its output extent."""
     raw = max((block.buffer_bytes for block in blocks), default=0)
-    return raw + (_output_bytes(layout, minimum_extent_bytes) if encodes or minimum_extent_bytes else 0)
+    return raw + (_output_bytes(layout, capabilities) if encodes or capabilities.minimum_extent_bytes else 0)
 
 
-def _output_bytes(layout: Layout, minimum_extent_bytes: int) -> int:
-    largest = int(layout.frame_lengths.max()) if len(layout.frame_lengths) else 0
-    return round_up(max(EXTENT_TARGET_BYTES, minimum_extent_bytes) + worst_case_bytes(largest), PAGE_BYTES)
+def _output_bytes(layout: Layout, capabilities: Capabilities) -> int:
+    """Room for an extent; at least for one frame, and otherwise for no more than an object may hold."""
+    largest = worst_case_bytes(int(layout.frame_lengths.max()) if len(layout.frame_lengths) else 0)
+    wanted = round_up(max(EXTENT_TARGET_BYTES, capabilities.minimum_extent_bytes) + largest, PAGE_BYTES)
+    allowed = capabilities.maximum_object_bytes // PAGE_BYTES * PAGE_BYTES
+    return max(min(wanted, allowed), round_up(largest, PAGE_BYTES))
 
 
 def group_blocks(blocks: Sequence[Block], *, by_chunk: bool) -> list[list[int]]:
@@ -93,7 +97,7 @@ class StagingQueue:
         pool: StagingPool,
         chooser: CompressionChooser,
         encodes: bool,
-        minimum_extent_bytes: int,
+        capabilities: Capabilities,
         clock: StageClock,
         on_staged: Callable[[], None],
     ) -> None:
@@ -104,7 +108,8 @@ class StagingQueue:
         self.pool = pool
         self.chooser = chooser
         self.encodes = encodes
-        self.minimum_extent_bytes = minimum_extent_bytes
+        self.capabilities = capabilities
+        self.minimum_extent_bytes = capabilities.minimum_extent_bytes
         self.clock = clock
         self.frames = new_frames(layout)
         self.stop = threading.Event()
@@ -177,13 +182,21 @@ class StagingQueue:
             self.pool.give(buffer)
 
     def merge_leftovers(self) -> Iterator[Extent]:
-        """Join the lanes' last, short extents into extents of the minimum length; only the last may be shorter."""
+        """Join the lanes' last, short extents into extents of the minimum length.
+
+        Shorter are the last one, and one to which nothing could be added without making it larger than an object.
+        """
         pending: list[Extent] = []
+        held = 0
         for extent in self.leftovers:
-            pending.append(extent)
-            if sum(part.nbytes for part in pending) >= self.minimum_extent_bytes:
+            if pending and held + extent.nbytes > self.capabilities.maximum_object_bytes:
                 yield _join(pending)
-                pending = []
+                pending, held = [], 0
+            pending.append(extent)
+            held += extent.nbytes
+            if held >= self.minimum_extent_bytes:
+                yield _join(pending)
+                pending, held = [], 0
         if pending:
             yield _join(pending)
         self.leftovers = []
@@ -306,7 +319,7 @@ class Lane:
 
     def _room_for(self, nbytes: int) -> Generator[Extent, None, Bytes]:
         if self._output is None:
-            self._output = self._queue.pool.take(_output_bytes(self._queue.layout, self._queue.minimum_extent_bytes))
+            self._output = self._queue.pool.take(_output_bytes(self._queue.layout, self._queue.capabilities))
         if self._used + nbytes > len(self._output.data):
             yield self._take_extent()
         return self._output.data[self._used :]

@@ -1,4 +1,4 @@
-"""What becomes of a save whose commit went wrong half way, of places that are not savestream's, and of the last save."""
+"""What becomes of a save whose commit went wrong, of places that are not savestream's, and of a program's last save."""
 
 from __future__ import annotations
 
