@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import ParamSpec, TypeVar, TypeVarTuple, Unpack
 
@@ -62,15 +62,16 @@ async def run_in_worker(
     A plain asyncio cancel abandons ``to_thread.run_sync`` even inside a shielded scope: the thread goes on and
     may write from a buffer that has been reused. As a child of a task group the thread is always waited for;
     the cancellation is delivered afterwards. What would end a program (``SystemExit``, ``KeyboardInterrupt``) must not
-    end the engine's loop: it comes as a :class:`SavestreamError` with that cause.
+    end the engine's loop, and what a future takes for a cancellation (``CancelledError``) is none: both come as a
+    :class:`SavestreamError` with that cause.
     """
 
     def guarded() -> Result:
         try:
             return function(*arguments)
-        except Exception:
-            raise
         except BaseException as error:
+            if isinstance(error, Exception) and not isinstance(error, CancelledError):
+                raise
             raise SavestreamError(f"{type(error).__name__} was raised in a worker thread: {error!r}") from error
 
     async def call() -> Result:

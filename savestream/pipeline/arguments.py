@@ -88,9 +88,10 @@ def _metric_value(name: object, value: Any) -> int | float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise PlanError(f"metrics[{name!r}]={value!r}: must be a number; use float(value)")
     try:
-        return int(value) if isinstance(value, numbers.Integral) else float(value)
+        number = float(value)  # an int too, so that metrics can always be compared with one another
     except OverflowError as error:
-        raise PlanError(f"metrics[{name!r}]={value!r}: too large for a float") from error
+        raise PlanError(f"metrics[{name!r}] is too large for a float") from error
+    return int(value) if isinstance(value, numbers.Integral) else number
 
 
 def check_keys(keys: object) -> list[str | tuple[object, ...]] | None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from savestream.errors import CorruptCheckpointError
 from savestream.pipeline.open_checkpoint import metadata_of, open_checkpoint
 from savestream.planners.metadata import Metadata
 from savestream.planners.values import decode_value
@@ -48,7 +49,14 @@ class CheckpointManifest(msgspec.Struct, frozen=True):
 def _decode_metrics(metrics: Mapping[str, object] | None) -> dict[str, float] | None:
     if metrics is None:
         return None
-    return {name: float(str(decode_value(value, key=name))) for name, value in metrics.items()}
+    return {name: _decode_metric(name, value) for name, value in metrics.items()}
+
+
+def _decode_metric(name: str, value: object) -> float:
+    number = decode_value(value, key=name)
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        raise CorruptCheckpointError(f"the manifest's metric {name!r} is a {type(number).__qualname__}, not a number")
+    return number  # an int stays an int: a float could not hold every one of them
 
 
 async def inspect_checkpoint(location: Location) -> CheckpointManifest:

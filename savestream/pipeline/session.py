@@ -355,6 +355,8 @@ async def verify(src: Place, *, options: LoadOptions | None = None, observer: Ob
     CorruptCheckpointError
         Something is damaged; ``problems`` lists every damaged range with the keys it affects.
     """
+    check_kind("options", options, LoadOptions)
+    check_observer(observer)
     location = _locate(src)
     return await call(lambda: verify_checkpoint(location, options or LoadOptions(), observer), "verify")
 
@@ -366,6 +368,7 @@ def iter_arrays(
 
     At most 64 MiB of small arrays, or one large array, are held at once.
     """
+    check_kind("options", options, LoadOptions)
     location = _locate(src)
     return iterate_arrays(location, check_keys(keys), options or LoadOptions(), _EngineRunner())
 
