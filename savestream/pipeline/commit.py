@@ -167,11 +167,18 @@ async def _save_ids(location: Location) -> list[str]:
 
 
 async def publish(
-    location: Location, data: bytes, *, save_id: str, replaces: ObjectInfo | None, superseded: str | None
+    location: Location,
+    data: bytes,
+    *,
+    save_id: str,
+    overwrite: bool,
+    replaces: ObjectInfo | None,
+    superseded: str | None,
 ) -> None:
     """Make the checkpoint exist: one atomic, durable creation of the root, shielded from cancellation.
 
-    ``replaces`` is what ``overwrite=True`` found there; ``superseded`` its save id, whose data goes afterwards.
+    ``replaces`` is what ``overwrite=True`` found there, if anything; ``superseded`` its save id, whose data goes
+    afterwards.
     """
     backend = location.backend
     root = join_path(location.path, ROOT_NAME)
@@ -183,7 +190,7 @@ async def publish(
             else:
                 await backend.replace(root, data, scratch=scratch, expected_etag=replaces.etag)
         except Exception as error:  # whatever storage raised: what counts is what stands there now
-            await _settle(location, save_id, error, overwriting=replaces is not None)
+            await _settle(location, save_id, error, overwriting=overwrite)
         if superseded is not None and superseded != save_id:
             await _discard_quietly(location, superseded)
 

@@ -136,7 +136,14 @@ class SaveTask:
             with self._clock.measure("commit", 0, 0):
                 root = await self._write_index(prepared, objects)
                 committing = True
-                await publish(request.location, root, save_id=self._save_id, replaces=replaces, superseded=superseded)
+                await publish(
+                    request.location,
+                    root,
+                    save_id=self._save_id,
+                    overwrite=request.overwrite,
+                    replaces=replaces,
+                    superseded=superseded,
+                )
         except BaseException as error:
             if not (committing and isinstance(error, StorageError) and error.outcome == "unknown"):
                 await self._discard()

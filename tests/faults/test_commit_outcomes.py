@@ -118,7 +118,7 @@ async def test_another_commit_between_the_two_looks_at_the_destination(plain, ov
         await savestream.save(OTHER, (plain, "c"))
 
     fault = Fault("head", path_contains="manifest.json", after=True, hook=commit_first)
-    with pytest.raises(CheckpointExistsError):
+    with pytest.raises(CheckpointExistsError, match="save again" if overwrite else "pass overwrite=True"):
         await savestream.save(NEW, (FaultyBackend(plain, [fault]), "c"), overwrite=overwrite)
     assert_same(await savestream.load((plain, "c")), OTHER)
     assert len(ids_of(await everything(plain))) == 1
