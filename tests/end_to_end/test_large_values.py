@@ -30,22 +30,20 @@ def test_the_limits_are_those_of_this_test() -> None:
 VALUES = {
     "bytes at the limit": (noise(BYTES_LIMIT), False),
     "bytes beyond it": (noise(BYTES_LIMIT + 1), True),
-    "many bytes": (noise(3_000_000), True),
     "text at the limit": ("x" * (JSON_LIMIT - 2), False),
     "text beyond it": ("x" * (JSON_LIMIT - 1), True),
     "text of two bytes a letter": ("é" * (JSON_LIMIT // 2), True),
-    "a list": ([f"{number:0200}" for number in range(6_000)], True),
-    "a dict": ({f"key{number:0200}": [number, None, -0.0] for number in range(6_000)}, True),
-    "tuple keys": ({(number, "a" * 200): {number} for number in range(6_000)}, True),
+    "a list": ([f"{number:0200}" for number in range(5_400)], True),
+    "a dict": ({f"key{number:0200}": [number, None, -0.0] for number in range(5_400)}, True),
+    "tuple keys": ({(number, "a" * 1000): {number} for number in range(1_100)}, True),
 }
 
 
-@pytest.mark.parametrize("compression", ["none", "zstd"])
 @pytest.mark.parametrize("name", VALUES)
-def test_large_values_come_back_with_and_without_a_target(name: str, compression: str, tmp_path: pathlib.Path) -> None:
+def test_large_values_come_back_with_and_without_a_target(name: str, tmp_path: pathlib.Path) -> None:
     value, is_stored = VALUES[name]
     state = {"before": np.arange(3), "nested": [{"value": value, "w": np.ones(2)}, 1], "after": "small"}
-    blocking.save(state, tmp_path, options=SaveOptions(compression=compression))
+    blocking.save(state, tmp_path, options=SaveOptions(compression="zstd"))
     stored = sum(part.stat().st_size for part in tmp_path.rglob("*.bin"))
     root = (tmp_path / "manifest.json").stat().st_size
     assert (root < 10_000) == is_stored

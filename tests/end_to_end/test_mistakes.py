@@ -404,7 +404,8 @@ async def test_whatever_observers_and_callbacks_raise_ends_nothing(error: BaseEx
     handle.add_done_callback(lambda _: called.set())
     await gate.reached()
     gate.open()
-    await handle
+    async with asyncio.timeout(30):
+        await handle
     assert await asyncio.to_thread(called.wait, 30)
     handle.add_done_callback(fail)  # at once: the save has ended
     assert_same(await savestream.load(place, observer=fail), STATE)

@@ -303,7 +303,7 @@ BUDGETS = {"budget holds all": None, "smaller budget": 4 * MEBIBYTE}
 
 
 def new_state():
-    state = {"w": np.arange(2 * MEBIBYTE, dtype=np.float32), "deep": [{"b": np.arange(9.0)}], "raw": bytes(100_000)}
+    state = {"w": np.arange(1_500_000, dtype=np.float32), "deep": [{"b": np.arange(9.0)}], "raw": bytes(100_000)}
     return state, [weakref.ref(state["w"]), weakref.ref(state["deep"][0]["b"])]
 
 
@@ -378,9 +378,15 @@ async def test_a_planner_whose_planning_failed_keeps_nothing_of_the_state():
 # --- storage that wants large extents in small objects ----------------------------------------------------
 
 
-@pytest.mark.parametrize("object_bytes", [16 * MEBIBYTE, 20 * MEBIBYTE, 20 * MEBIBYTE + 17, 33 * MEBIBYTE])
-@pytest.mark.parametrize("compression", ["none", "zstd"])
-@pytest.mark.parametrize("form", ["save", "eager"])
+@pytest.mark.parametrize(
+    ("form", "compression", "object_bytes"),
+    [
+        ("save", "none", 16 * MEBIBYTE),
+        ("save", "none", 20 * MEBIBYTE),
+        ("save", "zstd", 20 * MEBIBYTE + 17),
+        ("eager", "zstd", 33 * MEBIBYTE),
+    ],
+)
 async def test_large_extents_in_small_objects(form, compression, object_bytes):
     stated = Capabilities(
         minimum_extent_bytes=16 * MEBIBYTE, maximum_object_bytes=object_bytes, contiguous_extents=True
@@ -398,7 +404,7 @@ async def test_large_extents_in_small_objects(form, compression, object_bytes):
     await savestream.verify((backend, "c"))
 
 
-@pytest.mark.parametrize("nbytes", [14 * MEBIBYTE, 16 * MEBIBYTE - 1, 16 * MEBIBYTE])
+@pytest.mark.parametrize("nbytes", [14 * MEBIBYTE, 16 * MEBIBYTE])
 async def test_an_extent_that_had_to_stay_short_is_the_last_of_its_object(nbytes):
     """An object holds three frames that will not shrink and the room for a fourth, or the fourth after all."""
     stated = Capabilities(
