@@ -6,13 +6,33 @@ import os
 import signal
 import sys
 import threading
+from typing import Any
 
 import numpy as np
 
 from savestream import SaveOptions, blocking
+from savestream.pipeline.engine import Operation
 from savestream.storage_backends import Fault, FaultyBackend, FileBackend
 
 OLD, NEW = {"w": np.full(200_000, 1.0)}, {"w": np.full(200_000, 2.0)}
+
+
+class Interrupt:
+    """Sends Ctrl-C to this process, and lets the operation go on when the main thread has cancelled the work for it."""
+
+    def __init__(self) -> None:
+        self._noticed = threading.Event()
+        cancel = Operation.cancel
+
+        def noticing(operation: Operation[Any]) -> None:
+            cancel(operation)
+            self._noticed.set()
+
+        Operation.cancel = noticing  # type: ignore[method-assign]  # in this child process only
+
+    def __call__(self, _operation: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert self._noticed.wait(60)
 
 
 def interrupt_during(place: str, kind: str, overwrite: str) -> None:
@@ -20,10 +40,7 @@ def interrupt_during(place: str, kind: str, overwrite: str) -> None:
     if overwrite == "overwrite":
         blocking.save(OLD, place)
 
-    def interrupt(_operation: object) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-
-    backend = FaultyBackend(FileBackend(place), [Fault(kind, None, hook=interrupt)])
+    backend = FaultyBackend(FileBackend(place), [Fault(kind, None, hook=Interrupt())])
     try:
         blocking.save(NEW, (backend, ""), overwrite=overwrite == "overwrite")
     except KeyboardInterrupt:
@@ -41,12 +58,9 @@ def interrupt_load(place: str) -> None:
     """Ctrl-C in a load: nothing is written to the target afterwards."""
     blocking.save(NEW, place)
 
-    def interrupt(_operation: object) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-
     target = {"w": np.zeros(200_000)}
     try:
-        blocking.load((FaultyBackend(FileBackend(place), [Fault("get", None, hook=interrupt)]), ""), target)
+        blocking.load((FaultyBackend(FileBackend(place), [Fault("get", None, hook=Interrupt())]), ""), target)
     except KeyboardInterrupt:
         print("interrupted", target["w"].any(), flush=True)
     print(blocking.load(place)["w"][0], flush=True)
