@@ -21,6 +21,8 @@ class Interrupt:
     """Sends Ctrl-C to this process, and lets the operation go on when the main thread has cancelled the work for it."""
 
     def __init__(self) -> None:
+        # A shell that starts a program in the background lets it, and all its children, ignore SIGINT.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         self._noticed = threading.Event()
         cancel = Operation.cancel
 
