@@ -77,8 +77,9 @@ def compile_plan(plan: SavePlan, metadata: Metadata) -> CompiledPlan:
     """Lay out a rank's finished plan and encode what it determines."""
     writers, aliases, opaque, values = _sort_items(plan.items)
     chunk_items = [*writers.values(), *opaque]
-    _check_sizes(chunk_items)
-    layout = plan_layout(_chunk_shapes(chunk_items))
+    shapes = _chunk_shapes(chunk_items)
+    _check_sizes(chunk_items, shapes)
+    layout = plan_layout(shapes)
     offsets = layout.raw_offsets.tolist()
     places = dict(zip(writers, offsets, strict=False))
     for key, primary in aliases.items():
@@ -87,19 +88,24 @@ def compile_plan(plan: SavePlan, metadata: Metadata) -> CompiledPlan:
     return CompiledPlan(chunk_items, len(writers), values, layout, encode_plan_section(section))
 
 
-def _check_sizes(items: Sequence[WriteItem]) -> None:
+def _check_sizes(items: Sequence[WriteItem], shapes: Sequence[ChunkShape]) -> None:
     """Refuse what a manifest could not list before a table is made for it."""
     frames = 0
-    for item in items:
-        frames += -(-item.chunk_nbytes // FRAME_BYTES)
+    for item, shape in zip(items, shapes, strict=True):
+        frames += -(-shape.nbytes // FRAME_BYTES)
         if frames > MAXIMUM_TABLE_ROWS:
             raise PlanError(
-                f"{item.index.fqn}: with this leaf of {item.chunk_nbytes} bytes the state has more than "
+                f"{item.index.fqn}: with this leaf of {shape.nbytes} bytes the state has more than "
                 f"{MAXIMUM_TABLE_ROWS} frames of {FRAME_BYTES} bytes, which one rank's index cannot list; split it"
             )
 
 
-_Key = tuple[str, tuple[int, ...]]
+_Key = str | tuple[str, tuple[int, ...]]
+
+
+def _key(fqn: str, offsets: tuple[int, ...]) -> _Key:
+    """Names a chunk; the first of an array, mostly its only one, by the array's name alone, which costs no tuple."""
+    return (fqn, offsets) if any(offsets) else fqn
 
 
 def _sort_items(
@@ -111,16 +117,16 @@ def _sort_items(
     values: list[WriteItem] = []
     for item in items:
         if item.tensor_data is not None:
-            key = (item.index.fqn, item.tensor_data.chunk.offsets)
-            if key in arrays:
-                raise PlanError(f"{key[0]}: two items of the plan write the chunk at {key[1]}")
-            arrays[key] = item
+            offsets = item.tensor_data.chunk.offsets
+            if arrays.setdefault(_key(item.index.fqn, offsets), item) is not item:
+                raise PlanError(f"{item.index.fqn}: two items of the plan write the chunk at {offsets}")
         elif item.bytes_io_data is not None and item.bytes_io_data.encoding == "json":
             values.append(item)
         else:
             opaque.append(item)
     aliases = _aliases(arrays)
-    return {key: item for key, item in arrays.items() if key not in aliases}, aliases, opaque, values
+    writers = {key: item for key, item in arrays.items() if key not in aliases} if aliases else arrays
+    return writers, aliases, opaque, values
 
 
 def _aliases(arrays: dict[_Key, WriteItem]) -> dict[_Key, _Key]:
@@ -130,7 +136,7 @@ def _aliases(arrays: dict[_Key, WriteItem]) -> dict[_Key, _Key]:
         if item.alias_of is None or item.tensor_data is None:
             continue
         offset = item.alias_of.offset
-        primary = (item.alias_of.fqn, offset if offset is not None else item.tensor_data.chunk.offsets)
+        primary = _key(item.alias_of.fqn, offset if offset is not None else item.tensor_data.chunk.offsets)
         other = arrays.get(primary)
         if other is None or other.tensor_data is None or other.alias_of is not None or primary == key:
             continue
@@ -206,12 +212,11 @@ def _with_stored_names(tree: StateTree) -> tuple[StateTree, dict[str, str]]:
     """
     if not isinstance(tree, MappingNode):
         return tree, {}
-    stored = {
-        child.fqn: part_text(key)
+    changed = {
+        child.fqn: text
         for key, child in zip(tree.keys, tree.children, strict=True)
-        if type(child) is LeafNode
+        if type(child) is LeafNode and child.fqn == key and (text := part_text(key)) != key
     }
-    changed = {fqn: name for fqn, name in stored.items() if fqn != name}
     if not changed:
         return tree, {}
     children = [
@@ -222,7 +227,7 @@ def _with_stored_names(tree: StateTree) -> tuple[StateTree, dict[str, str]]:
 
 def _place_of(places: dict[_Key, int], fqn: str, chunk: ChunkStorageMetadata) -> int:
     try:
-        return places[fqn, chunk.offsets]
+        return places[_key(fqn, chunk.offsets)]
     except KeyError:
         raise PlanError(
             f"{fqn}: the metadata has a chunk at {chunk.offsets} that no item of the finished plan writes; leave items "

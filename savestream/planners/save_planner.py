@@ -258,10 +258,13 @@ class DefaultSavePlanner(SavePlanner):
         if not self.resolves_live_leaves:
             return [host_view(self.resolve_data(item)) for item in items]
         flat = self._state()
-        leaves = self._leaves = dict(zip(flat.names, flat.leaves, strict=True))
         found = []
-        for item in items:
-            leaf = leaves.get(item.index.fqn)
+        position, names, leaves = 0, flat.names, flat.leaves
+        for item in items:  # mostly in the order of the leaves, each of which is looked at once
+            name = item.index.fqn
+            while position < len(names) and names[position] != name:
+                position += 1
+            leaf = leaves[position] if position < len(names) else None
             found.append(leaf if type(leaf) is np.ndarray else host_view(self.resolve_data(item)))
         return found
 
