@@ -31,6 +31,10 @@ class ChunkSources:
         """The chunk's elements, with the dtype and shape that the plan says."""
         raise NotImplementedError
 
+    def get_many(self, chunks: Sequence[int]) -> list[HostArray]:
+        """Several chunks, to be read as bytes only."""
+        return [self.get(chunk) for chunk in chunks]
+
     def retain_only(self, chunk: int | None) -> None:
         """Forget everything made for other chunks."""
 
@@ -46,6 +50,10 @@ class LiveSources(ChunkSources):
 
     def get(self, chunk: int) -> HostArray:
         return as_plain_elements(self._arrays[chunk])
+
+    def get_many(self, chunks: Sequence[int]) -> list[HostArray]:
+        arrays = self._arrays
+        return [arrays[chunk] for chunk in chunks]
 
     def release(self) -> None:
         self._arrays = ()
@@ -90,16 +98,20 @@ def _copy_piece(source: HostArray, piece: Piece, target: Bytes) -> None:
     copy_elements(source, piece.start // itemsize, piece.stop // itemsize, target.view(source.dtype))
 
 
-def _contiguous(array: HostArray) -> Any:  # a buffer, which numpy's stubs do not say below Python 3.12
-    return array if array.flags.c_contiguous else np.ascontiguousarray(array)
+def _join(arrays: list[Any]) -> bytes:  # of buffers, which numpy's stubs do not say below Python 3.12
+    """The elements of all arrays as bytes; asking each whether it is contiguous would cost more than the joining."""
+    try:
+        return b"".join(arrays)
+    except TypeError:  # an array that is not contiguous in C order is no simple buffer
+        contiguous: list[Any] = [np.ascontiguousarray(array) for array in arrays]
+        return b"".join(contiguous)
 
 
 def _gather(chunks: Sequence[int], sources: ChunkSources, target: Bytes) -> None:
     """Whole small chunks, one after the other: joining bytes costs a fraction of an assignment for each."""
     position = 0
     for start in range(0, len(chunks), _GATHER_LEAVES):
-        arrays = [sources.get(chunk) for chunk in chunks[start : start + _GATHER_LEAVES]]
-        joined = b"".join([_contiguous(array) for array in arrays])
+        joined = _join(sources.get_many(chunks[start : start + _GATHER_LEAVES]))
         if position + len(joined) > len(target):
             break
         target[position : position + len(joined)] = np.frombuffer(joined, np.uint8)
