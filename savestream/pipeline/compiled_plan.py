@@ -90,6 +90,8 @@ def compile_plan(plan: SavePlan, metadata: Metadata) -> CompiledPlan:
 
 def _check_sizes(items: Sequence[WriteItem], shapes: Sequence[ChunkShape]) -> None:
     """Refuse what a manifest could not list before a table is made for it."""
+    if sum([shape.nbytes for shape in shapes]) // FRAME_BYTES + len(shapes) <= MAXIMUM_TABLE_ROWS:
+        return
     frames = 0
     for item, shape in zip(items, shapes, strict=True):
         frames += -(-shape.nbytes // FRAME_BYTES)

@@ -74,11 +74,17 @@ class PlanLoader:
         await run_in_worker(_commit_tensors, self._planner, tensors, arrays)
 
     def _sort(self, plan: LoadPlan) -> tuple[list[ReadItem], list[ReadItem], list[ReadItem]]:
-        stored = set(self._checkpoint.root.plan.tensor_names)
-        tensors = [item for item in plan.items if item.type is LoadItemType.TENSOR]
-        values = [item for item in plan.items if item.type is LoadItemType.BYTE_IO]
-        opaque = [item for item in values if item.storage_index.fqn in stored]
-        inline = [item for item in values if item.storage_index.fqn not in stored]
+        inline_names = set(self._checkpoint.root.plan.value_names)
+        tensors: list[ReadItem] = []
+        opaque: list[ReadItem] = []
+        inline: list[ReadItem] = []
+        for item in plan.items:
+            if item.type is LoadItemType.TENSOR:
+                tensors.append(item)
+            elif item.storage_index.fqn in inline_names:
+                inline.append(item)
+            else:
+                opaque.append(item)
         return tensors, opaque, inline
 
     def _chunk(self, item: ReadItem) -> ChunkLocation:
