@@ -9,7 +9,7 @@ import numpy as np
 
 from savestream.arrays import adapter_for
 from savestream.errors import SavestreamError
-from savestream.planners.containers import Category, category_of, contents
+from savestream.planners.containers import ABSENT, Category, category_of, contents, has_str_keys
 from savestream.planners.flattening import VALUE, flatten
 from savestream.planners.paths import Path, part_text, path_to_fqn
 from savestream.planners.sharding import is_sharded
@@ -109,6 +109,9 @@ class _Aligner:
         if category != _category_of_node(node):
             self.result.mismatch(path, f"a {node.kind}", target)
             return
+        if isinstance(node, MappingNode) and has_str_keys(target, node):
+            self._visit_dict(target, node, path)
+            return
         targets = _by_text(target, category, path)
         for part, child in zip(node_parts(node), node.children, strict=True):
             found = targets.pop(part_text(part), None)
@@ -120,6 +123,27 @@ class _Aligner:
                 self.visit(found[1], child, (*path, part))
         for part, child in targets.values():
             _note_target(child, (*path, part), self.result)
+
+    def _visit_dict(self, target: dict[str, Any], node: MappingNode, path: Path) -> None:
+        """The usual case, without a text or a path for each entry."""
+        matched = 0
+        for key, child in zip(node.keys, node.children, strict=True):
+            found = target.get(key, ABSENT)  # type: ignore[call-overload]  # all keys are str
+            if found is ABSENT:
+                _note_saved(child, (*path, key), self.result)
+                continue
+            matched += 1
+            if type(child) is not LeafNode:
+                self.visit(found, child, (*path, key))
+            elif type(found) is np.ndarray and not self._is_value(child.fqn):
+                self.result.targets[child.fqn] = found
+            else:
+                self._visit_leaf(found, child.fqn, (*path, key))
+        if matched < len(target):
+            known = set(node.keys)
+            for own, value in target.items():
+                if own not in known:
+                    _note_target(value, (*path, own), self.result)
 
     def _visit_leaf(self, target: Any, name: str, path: Path) -> None:
         if not self._is_value(name):

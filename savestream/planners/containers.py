@@ -24,15 +24,19 @@ from savestream.planners.value_decoding import decode_value
 from savestream.planners.value_encoding import FACTORIES, SCALAR_TYPES, dataclass_fields, encode_value, factory_name
 
 __all__ = [
+    "ABSENT",
     "Category",
     "assemble",
     "category_of",
     "container_node",
     "container_token",
     "contents",
+    "has_str_keys",
     "put_contents",
     "refill_sequence",
 ]
+
+ABSENT: Any = object()  # stands for an entry that a dict does not have
 
 Category: TypeAlias = Literal["mapping", "sequence", "record"]
 
@@ -52,6 +56,11 @@ def category_of(value: object) -> Category | None:
     if is_namedtuple_type(kind) and not getattr(value, "__dict__", None):
         return "record"
     return None
+
+
+def has_str_keys(value: object, node: MappingNode) -> bool:
+    """Whether a plain dict and a recorded mapping have only str keys, which compare as they are."""
+    return type(value) is dict and set(map(type, value)) <= {str} and set(map(type, node.keys)) <= {str}
 
 
 def contents(value: Any, category: Category, key: str) -> tuple[Sequence[object], Sequence[Any]]:

@@ -6,10 +6,18 @@ import enum
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from savestream.planners.containers import assemble, category_of, contents, put_contents, refill_sequence
+from savestream.planners.containers import (
+    ABSENT,
+    assemble,
+    category_of,
+    contents,
+    has_str_keys,
+    put_contents,
+    refill_sequence,
+)
 from savestream.planners.paths import Index, Path, part_text
 from savestream.planners.recorded import RecordedEnum, class_name, index_types, rebuild_enum
-from savestream.planners.structure import LeafNode, StateTree
+from savestream.planners.structure import LeafNode, MappingNode, StateTree
 from savestream.planners.trees import node_parts
 
 __all__ = ["merge_value", "nest_picked", "pick", "rebuild_from_tree", "rebuild_into", "replace_at"]
@@ -43,6 +51,8 @@ def rebuild_into(target: Any, tree: StateTree, leaves: Mapping[str, Any]) -> Any
     category = category_of(target)
     if category is None:
         return target
+    if isinstance(tree, MappingNode) and has_str_keys(target, tree):
+        return _rebuild_dict(target, tree, leaves)
     parts, children = contents(target, category, "")
     places = {part_text(part): (part, child) for part, child in zip(parts, children, strict=True)}
     changes: dict[Any, Any] = {}
@@ -55,6 +65,18 @@ def rebuild_into(target: Any, tree: StateTree, leaves: Mapping[str, Any]) -> Any
         if rebuilt is not child:
             changes[_subscript(own)] = rebuilt
     return put_contents(target, category, changes)
+
+
+def _rebuild_dict(target: dict[str, Any], tree: MappingNode, leaves: Mapping[str, Any]) -> Any:
+    """The usual case, without a text for each entry."""
+    for key, node in zip(tree.keys, tree.children, strict=True):
+        child = target.get(key, ABSENT)  # type: ignore[call-overload]  # all keys are str
+        if child is ABSENT:
+            continue
+        rebuilt = leaves.get(node.fqn, child) if type(node) is LeafNode else rebuild_into(child, node, leaves)
+        if rebuilt is not child:
+            target[key] = rebuilt  # type: ignore[index]
+    return target
 
 
 def merge_value(target: Any, saved: Any) -> Any:
