@@ -74,12 +74,15 @@ class EmptyStateDictLoadPlanner(DefaultLoadPlanner):
         if chosen is not None:
             self._tree = prune_tree(self._tree, chosen)
         items: list[ReadItem] = []
+        boxes: dict[int, list[ChunkStorageMetadata]] = {}  # arrays of equal description share their entry
         for name, entry in self._metadata().state_dict_metadata.items():
             if chosen is not None and name not in chosen:
                 continue
             if isinstance(entry, TensorStorageMetadata):
-                whole = ChunkStorageMetadata((0,) * len(entry.size), entry.size)
-                items += create_read_items(name, entry, [whole])
+                whole = boxes.get(id(entry))
+                if whole is None:
+                    whole = boxes[id(entry)] = [ChunkStorageMetadata((0,) * len(entry.size), entry.size)]
+                items += create_read_items(name, entry, whole)
                 self.state_dict[name] = self._allocate(entry.properties.dtype, entry.size)
             else:
                 items.append(value_read_item(name))
