@@ -35,6 +35,7 @@ __all__ = [
     "require_asyncio",
     "submit",
     "wait_future",
+    "wait_out",
 ]
 
 logger = logging.getLogger("savestream")
@@ -261,11 +262,12 @@ async def wait_future(operation: Operation[Result], *, cancel_on_cancel: bool) -
     except asyncio.CancelledError:
         if cancel_on_cancel and not waiter.done():
             operation.cancel()
-            await _wait_out(waiter)
+            await wait_out(waiter)
         raise
 
 
-async def _wait_out(waiter: asyncio.Future[Result]) -> None:
+async def wait_out(waiter: asyncio.Future[Result]) -> None:
+    """Wait for the end of work that is being cancelled, whatever it is and however often the caller is cancelled."""
     while not waiter.done():
         try:
             await asyncio.wait([waiter])

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Future
 
 from savestream.errors import UsageError
-from savestream.pipeline.engine import Operation, require_asyncio, wait_future
+from savestream.pipeline.engine import Operation, require_asyncio, wait_future, wait_out
 from savestream.pipeline.save_request import CheckpointInfo, Progress
 from savestream.pipeline.save_task import SaveTask
 
@@ -141,20 +141,8 @@ class SaveHandle:
         except asyncio.CancelledError:
             if not self.done():
                 self.cancel()
-                await _wait_out(self._operation)
+                await wait_out(asyncio.wrap_future(self._operation.future))
             raise
-
-
-async def _wait_out(operation: Operation[CheckpointInfo]) -> None:
-    """Wait for the end of an operation that is being cancelled, whatever it is."""
-    waiter = asyncio.wrap_future(operation.future)
-    while not waiter.done():
-        try:
-            await asyncio.wait([waiter])
-        except asyncio.CancelledError:
-            continue  # the first cancellation is raised when the work has ended
-    if not waiter.cancelled():
-        waiter.exception()
 
 
 def _log_if_dropped(

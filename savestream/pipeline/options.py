@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from savestream.errors import PlanError
+from savestream.pipeline.arguments import check_flag
 from savestream.pipeline.buffers import StagingPool
 
 __all__ = ["Compression", "LoadOptions", "SaveOptions"]
@@ -59,7 +60,7 @@ class SaveOptions(msgspec.Struct, frozen=True, kw_only=True):
         _check_count("threads", self.threads, 1)
         if self.memory_budget_bytes is not None:
             _check_count("memory_budget_bytes", self.memory_budget_bytes, MINIMUM_MEMORY_BUDGET_BYTES)
-        _check_flag("allow_pickle", self.allow_pickle)
+        check_flag("allow_pickle", self.allow_pickle)
         if self.staging_pool is not None and not isinstance(self.staging_pool, StagingPool):
             raise PlanError(f"staging_pool={self.staging_pool!r}: must be a StagingPool")
         for name in ("write_bytes_per_second", "timeout_seconds", "switch_interval_seconds"):
@@ -97,7 +98,7 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         _check_count("threads", self.threads, 1)
         for name in ("allow_pickle", "verify_digests"):
-            _check_flag(name, getattr(self, name))
+            check_flag(name, getattr(self, name))
         if isinstance(self.types, type) or not isinstance(self.types, Iterable):
             raise PlanError(f"types={self.types!r}: must be a list of classes")
         msgspec.structs.force_setattr(self, "types", tuple(self.types))
@@ -109,11 +110,6 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
 def _check_count(name: str, value: object, minimum: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise PlanError(f"{name}={value!r}: must be an integer of at least {minimum}")
-
-
-def _check_flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise PlanError(f"{name}={value!r}: must be True or False")
 
 
 def _check_positive(name: str, value: object) -> None:

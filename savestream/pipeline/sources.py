@@ -29,7 +29,7 @@ class ChunkSources:
 
     def get(self, chunk: int) -> HostArray:
         """The chunk's elements, with the dtype and shape that the plan says."""
-        raise NotImplementedError
+        raise NotImplementedError(f"chunk {chunk} is asked for, though every block is staged and the state let go")
 
     def get_many(self, chunks: Sequence[int]) -> list[HostArray]:
         """Several chunks, to be read as bytes only."""
