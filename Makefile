@@ -23,7 +23,7 @@ demo: .venv-demo/stamp  ## train, kill the trainer in mid-save, resume, and comp
 
 test: .venv-test/stamp  ## linters and the light test suite, without any framework
 	$(MAKE) --no-print-directory lint
-	$(TEST) -m pytest -x -m "not slow"
+	$(TEST) -m pytest -x -m "not slow and not frameworks"
 
 test-all: .venv-test-all/stamp  ## the whole test suite, slow tests, PyTorch and JAX included
 	$(TEST_ALL) -m pytest

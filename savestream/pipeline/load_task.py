@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from savestream.arrays import dtype_from_name
+from savestream.arrays import HostArray, dtype_from_name
 from savestream.errors import LoadMismatchError
 from savestream.events import LoadFinished, Observer, OperationFailed, Statistics, notify
 from savestream.pipeline.arguments import exclusive, suggest_keys
@@ -37,6 +37,7 @@ class LoadRequest(msgspec.Struct):
     strict: bool
     cast: bool
     options: LoadOptions
+    framework: str
     planner: LoadPlanner | None
     observer: Observer | None
 
@@ -95,7 +96,8 @@ class LoadTask:
         if request.target is None:
             return EmptyStateDictLoadPlanner(
                 keys=request.keys,
-                allocate=lambda dtype, shape: allocate_array(dtype_from_name(dtype), shape),
+                framework=request.framework,
+                allocate=_allocate,
                 allow_partial_load=not request.strict,
                 types=options.types,
                 allow_pickle=options.allow_pickle,
@@ -103,10 +105,15 @@ class LoadTask:
         return DefaultLoadPlanner(
             allow_partial_load=not request.strict,
             cast=request.cast,
+            allocate=_allocate,
             keys=request.keys,
             types=options.types,
             allow_pickle=options.allow_pickle,
         )
+
+
+def _allocate(dtype: str, shape: tuple[int, ...]) -> HostArray:
+    return allocate_array(dtype_from_name(dtype), shape)
 
 
 def _needed_parts(

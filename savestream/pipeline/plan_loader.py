@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from savestream.arrays import HostArray, host_view
+from savestream.arrays import HostArray, adapter_of
+from savestream.errors import PlanError
 from savestream.events import LoadStarted, notify
 from savestream.pipeline.buffers import allocate_array
 from savestream.pipeline.open_checkpoint import ChunkLocation, OpenCheckpoint
@@ -136,7 +137,19 @@ def _commit_tensors(planner: LoadPlanner, items: Sequence[ReadItem], arrays: Seq
 def _resolve_all(planner: LoadPlanner, items: Sequence[ReadItem]) -> list[HostArray]:
     if isinstance(planner, DefaultLoadPlanner):
         return planner.resolve_tensors(items)
-    return [host_view(planner.resolve_tensor(item)) for item in items]
+    return [_writable_view(planner, item) for item in items]
+
+
+def _writable_view(planner: LoadPlanner, item: ReadItem) -> HostArray:
+    array = planner.resolve_tensor(item)
+    memory = adapter_of(array).own_memory(array)
+    if memory is None:
+        raise PlanError(
+            f"{item.dest_index.fqn}: {type(planner).__qualname__}.resolve_tensor returned an array of "
+            f"{type(array).__qualname__} that has no memory a load could fill; return a numpy buffer, "
+            "and put it in place in commit_tensor"
+        )
+    return memory
 
 
 def part_ranges(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -115,8 +116,12 @@ def _make_sources(planner: SavePlanner, compiled: CompiledPlan, creates: bool) -
     assert isinstance(planner, DefaultSavePlanner)  # noqa: S101 - the only planner that resolves live leaves
     live = planner.resolve_items(compiled.chunk_items[: compiled.opaque_from])
     opaque = [_resolve(planner, item) for item in compiled.chunk_items[compiled.opaque_from :]]
-    sources = LiveSources([*live, *opaque])
+    sources = LiveSources([*live, *opaque], lambda chunk: _dtype_of(compiled.chunk_items[chunk]))
     return lambda: sources
+
+
+def _dtype_of(item: WriteItem) -> np.dtype[Any]:
+    return dtype_from_name(item.tensor_data.properties.dtype if item.tensor_data is not None else "uint8")
 
 
 def _resolve(planner: SavePlanner, item: WriteItem) -> HostArray:

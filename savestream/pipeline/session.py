@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar
 
-from savestream.arrays import HostArray
+from savestream.arrays import HostArray, framework_adapter
 from savestream.errors import PlanError
 from savestream.events import Observer
 from savestream.pipeline.arguments import check_flag, check_keys, check_kind, check_metrics, check_observer, check_step
@@ -219,8 +219,9 @@ async def load(
     src
         The checkpoint's place, as for :func:`save`.
     target
-        A tree to fill: arrays are filled in place and keep their identity, other leaves are replaced. Without one, a
-        new tree with the saved structure is made.
+        A tree to fill: arrays are filled in place and keep their identity, other leaves are replaced. What cannot be
+        filled in place (JAX arrays, tensors on the meta device) is replaced by a new array of the same kind. Without a
+        target, a new tree with the saved structure is made.
     keys
         Load only these: a key, or a list of keys. A key selects itself and all beneath it: ``"params"`` selects
         ``params.w`` but not ``params2``. Parts are joined by dots; dots inside a part are escaped (``a\\.b``), list
@@ -231,7 +232,8 @@ async def load(
     cast
         Allow another dtype in the target; values are converted as ``numpy.ndarray.astype`` does.
     framework
-        What arrays become without a target; this version knows ``"numpy"``.
+        What arrays become without a target: ``"numpy"``, ``"torch"`` or ``"jax"``; it must have been imported. Arrays
+        of a dtype that the framework lacks stay numpy's.
 
     Returns
     -------
@@ -276,8 +278,9 @@ def _load_request(
     check_flag("cast", cast)
     check_observer(observer)
     choose_coordinator(coordinator)
-    if framework != "numpy":
-        raise PlanError(f"framework={framework!r}: this version makes numpy arrays; use framework='numpy' or a target")
+    framework_adapter(framework)
+    if framework != "numpy" and target is not None:
+        raise PlanError(f"framework={framework!r}: the arrays of a target stay what they are; pass one of the two")
     chosen = LoadOptions() if options is None else options
     if planner is not None:
         _check_load_planner(planner, target, keys, strict, cast, chosen)
@@ -288,6 +291,7 @@ def _load_request(
         strict=strict,
         cast=cast,
         options=chosen,
+        framework=framework,
         planner=planner,
         observer=observer,
     )

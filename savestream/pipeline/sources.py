@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from savestream.arrays import HostArray, copy_elements
+from savestream.arrays import ArrayAdapter, HostArray, adapter_of, copy_elements, host_view
 from savestream.errors import PlanError
 from savestream.pipeline.buffers import Bytes
 from savestream.pipeline.layout import Block, Piece
@@ -21,7 +21,11 @@ def as_plain_elements(array: HostArray) -> HostArray:
     """The same elements, records seen as opaque bytes: an assignment of records would leave their padding behind."""
     if array.dtype.names is None:
         return array
-    return array.view(np.dtype((np.void, array.dtype.itemsize)))
+    return array.view(_plain_dtype(array.dtype))
+
+
+def _plain_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    return dtype if dtype.names is None else np.dtype((np.void, dtype.itemsize))
 
 
 class ChunkSources:
@@ -31,9 +35,15 @@ class ChunkSources:
         """The chunk's elements, with the dtype and shape that the plan says."""
         raise NotImplementedError(f"chunk {chunk} is asked for, though every block is staged and the state let go")
 
-    def get_many(self, chunks: Sequence[int]) -> list[HostArray]:
-        """Several chunks, to be read as bytes only."""
-        return [self.get(chunk) for chunk in chunks]
+    def copy(self, chunk: int, start: int, stop: int, target: Bytes) -> None:
+        """Copy bytes ``start:stop`` of a chunk into ``target``."""
+        source = self.get(chunk)
+        itemsize = source.dtype.itemsize
+        copy_elements(source, start // itemsize, stop // itemsize, target.view(source.dtype))
+
+    def join(self, chunks: Sequence[int]) -> bytes | HostArray:
+        """Several small chunks, one after the other."""
+        return _join([self.get(chunk) for chunk in chunks])
 
     def retain_only(self, chunk: int | None) -> None:
         """Forget everything made for other chunks."""
@@ -45,15 +55,31 @@ class ChunkSources:
 class LiveSources(ChunkSources):
     """The leaves themselves: nothing is created, so any thread may ask for any chunk."""
 
-    def __init__(self, arrays: Sequence[HostArray]) -> None:
+    def __init__(self, arrays: Sequence[Any], dtypes: Callable[[int], np.dtype[Any]]) -> None:
         self._arrays = arrays
+        self._dtypes = dtypes
 
     def get(self, chunk: int) -> HostArray:
-        return as_plain_elements(self._arrays[chunk])
+        return as_plain_elements(host_view(self._arrays[chunk]))
 
-    def get_many(self, chunks: Sequence[int]) -> list[HostArray]:
+    def copy(self, chunk: int, start: int, stop: int, target: Bytes) -> None:
+        leaf = self._arrays[chunk]
+        if type(leaf) is np.ndarray:
+            super().copy(chunk, start, stop, target)
+            return
+        dtype = _plain_dtype(self._dtypes(chunk))
+        adapter_of(leaf).copy_elements(leaf, start // dtype.itemsize, stop // dtype.itemsize, target.view(dtype))
+
+    def join(self, chunks: Sequence[int]) -> bytes | HostArray:
         arrays = self._arrays
-        return [arrays[chunk] for chunk in chunks]
+        leaves = [arrays[chunk] for chunk in chunks]
+        kinds = set(map(type, leaves))
+        if kinds == {np.ndarray}:
+            return _join(leaves)
+        adapters: list[ArrayAdapter] = list({id(found): found for found in map(adapter_of, leaves)}.values())
+        if len(adapters) == 1:
+            return adapters[0].join(leaves)
+        return _join([host_view(leaf) for leaf in leaves])
 
     def release(self) -> None:
         self._arrays = ()
@@ -86,16 +112,11 @@ def fill_block(block: Block, order: Sequence[int], sources: ChunkSources, data: 
             data[end : piece.position] = 0
         if isinstance(piece, Piece):
             end = piece.position + piece.stop - piece.start
-            _copy_piece(sources.get(piece.chunk), piece, data[piece.position : end])
+            sources.copy(piece.chunk, piece.start, piece.stop, data[piece.position : end])
         else:
             end = piece.position + piece.nbytes
             _gather(order[piece.first : piece.last], sources, data[piece.position : end])
     data[end : block.buffer_bytes] = 0
-
-
-def _copy_piece(source: HostArray, piece: Piece, target: Bytes) -> None:
-    itemsize = source.dtype.itemsize
-    copy_elements(source, piece.start // itemsize, piece.stop // itemsize, target.view(source.dtype))
 
 
 def _join(arrays: list[Any]) -> bytes:  # of buffers, which numpy's stubs do not say below Python 3.12
@@ -111,7 +132,7 @@ def _gather(chunks: Sequence[int], sources: ChunkSources, target: Bytes) -> None
     """Whole small chunks, one after the other: joining bytes costs a fraction of an assignment for each."""
     position = 0
     for start in range(0, len(chunks), _GATHER_LEAVES):
-        joined = _join(sources.get_many(chunks[start : start + _GATHER_LEAVES]))
+        joined = sources.join(chunks[start : start + _GATHER_LEAVES])
         if position + len(joined) > len(target):
             break
         target[position : position + len(joined)] = np.frombuffer(joined, np.uint8)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from savestream.arrays import array_info
+from savestream.arrays import ArrayInfo
 from savestream.planners.flattening import ARRAY, FlatState
 
 __all__ = ["alias_partition"]
@@ -16,36 +16,53 @@ __all__ = ["alias_partition"]
 def alias_partition(flat: FlatState) -> dict[int, int]:
     """For each array leaf that repeats an earlier one: its position and that of the first.
 
-    Two leaves are the same where address, dtype, shape and strides are equal and there is at least one byte. Reading
-    an address costs far more than everything else here, so only leaves that can be aliases are asked for theirs:
-    arrays that own their memory are told apart by identity.
+    Two leaves are the same where address, dtype, shape, strides and the variant (device, conjugation) are equal and
+    there is at least one byte. Reading numpy's addresses costs far more than everything else here, so only leaves that
+    can be aliases are asked for theirs: arrays that own their memory are told apart by identity.
     """
     arrays = [leaf for leaf in flat.leaves if type(leaf) is np.ndarray]
-    simple = len(arrays) + flat.kinds.count(2) == len(flat.leaves)
-    owners = simple and set(map(type, map(attrgetter("base"), arrays))) <= {type(None)}
-    if owners and len(set(map(id, arrays))) == len(arrays):
-        return {}
-    return _grouped(flat)
+    owners = set(map(type, map(attrgetter("base"), arrays))) <= {type(None)}
+    aliases = {} if owners and len(set(map(id, arrays))) == len(arrays) else _numpy_aliases(flat)
+    if len(arrays) < flat.kinds.count(ARRAY):
+        aliases.update(_other_aliases(flat))
+    return aliases
 
 
-def _grouped(flat: FlatState) -> dict[int, int]:
+def _other_aliases(flat: FlatState) -> dict[int, int]:
+    described = flat.described_arrays()
+    aliases: dict[int, int] = {}
+    first_of: dict[tuple[int, int], int] = {}
+    identical: dict[int, int] = {}
+    alike = _numbered({id(info): info for info in described.infos})
+    for position, info, address in zip(described.positions, described.infos, described.addresses, strict=True):
+        first = identical.setdefault(id(flat.leaves[position]), position)
+        if address and first == position and 0 not in info.shape:
+            first = first_of.setdefault((address, alike[id(info)]), position)
+        if first != position:
+            aliases[position] = first
+    return aliases
+
+
+def _numbered(infos: dict[int, ArrayInfo]) -> dict[int, int]:
+    """A number for each description; those that read memory alike (whatever autograd thinks) have the same."""
+    numbers: dict[tuple[Any, ...], int] = {}
+    return {
+        key: numbers.setdefault((info.dtype, info.shape, info.strides, info.variant), len(numbers))
+        for key, info in infos.items()
+    }
+
+
+def _numpy_aliases(flat: FlatState) -> dict[int, int]:
     aliases: dict[int, int] = {}
     first_of: dict[int, int] = {}
     groups: dict[Any, list[int]] = {}
-    others: dict[Any, int] = {}
     for position, leaf in enumerate(flat.leaves):
-        if flat.kinds[position] != ARRAY:
+        if type(leaf) is not np.ndarray or flat.kinds[position] != ARRAY:
             continue
-        first = first_of.setdefault(id(leaf), position)
-        if type(leaf) is not np.ndarray:
-            info = array_info(leaf, flat.names[position])
-            if info.nbytes:
-                first = others.setdefault((info.address, info.dtype, info.shape, info.strides), position)
-        elif leaf.size:
+        if leaf.size:
             base = leaf if leaf.base is None else leaf.base
             groups.setdefault((id(base), leaf.dtype, leaf.shape, leaf.strides), []).append(position)
-            continue
-        if first != position:
+        elif (first := first_of.setdefault(id(leaf), position)) != position:
             aliases[position] = first
     for group in groups.values():
         if len(group) > 1:

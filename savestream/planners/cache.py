@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 import numpy as np
 import xxhash
 
-from savestream.arrays import array_info
+from savestream.arrays import ArrayInfo
 from savestream.errors import PlanError
 from savestream.planners.aliasing import alias_partition
-from savestream.planners.flattening import VALUE, FlatState
+from savestream.planners.flattening import SHARDED, VALUE, FlatState
 from savestream.planners.recorded import class_name
 from savestream.planners.sharding import shard_chunks, shard_dtype
 
@@ -123,27 +123,37 @@ def _update(digest: Any, data: bytes) -> None:
 
 
 def _signatures(flat: FlatState) -> tuple[bytes, bytes]:
-    """The kind of each numpy leaf as a number; and the table of these kinds, with all other leaves by position."""
+    """The kind of each array as a number; and the table of these kinds, with the sharded ones by position."""
     table: dict[Any, int] = {}
     number = table.setdefault
     codes = [
         number((leaf.dtype, leaf.shape, leaf.strides), len(table)) for leaf in flat.leaves if type(leaf) is np.ndarray
     ]
-    others = len(flat.leaves) - len(codes) - flat.kinds.count(VALUE)
-    rows = [repr(key) for key in table] + ([repr(row) for row in _other_signatures(flat)] if others else [])
+    rows = [repr(key) for key in table]
+    if len(codes) + flat.kinds.count(VALUE) < len(flat.leaves):
+        rows += _other_signatures(flat, codes)
     return np.fromiter(codes, np.uint32, len(codes)).tobytes(), "\n".join(rows).encode()
 
 
-def _other_signatures(flat: FlatState) -> Iterator[tuple[Any, ...]]:
-    for position, (leaf, kind) in enumerate(zip(flat.leaves, flat.kinds, strict=True)):
-        if kind == VALUE or type(leaf) is np.ndarray:
-            continue
-        name, grad = flat.names[position], bool(getattr(leaf, "requires_grad", False))
-        if hasattr(leaf, "global_shape"):
-            shape, chunks = shard_chunks(leaf, name)
-            boxes = [(chunk.offsets, chunk.sizes) for chunk in chunks]
-            replicated = bool(getattr(leaf, "replicated", False))
-            yield position, class_name(type(leaf)), shard_dtype(leaf, name), shape, boxes, replicated, grad
-        else:
-            info = array_info(leaf, name)
-            yield position, class_name(type(leaf)), info.dtype, info.shape, info.strides, grad
+def _other_signatures(flat: FlatState, codes: list[int]) -> list[str]:
+    """Append the kinds of the other arrays to ``codes``; the table of these kinds, then the sharded arrays."""
+    described, leaves = flat.described_arrays(), flat.leaves
+    table: dict[tuple[type, int], int] = {}
+    infos: list[ArrayInfo] = []
+    for position, info in zip(described.positions, described.infos, strict=True):
+        code = table.setdefault((type(leaves[position]), id(info)), len(table))
+        if code == len(infos):
+            infos.append(info)
+        codes.append(code)
+    positions = np.array(described.positions, np.uint32).tobytes()
+    rows = [f"{class_name(kind)} {info!r}" for (kind, _), info in zip(table, infos, strict=True)]
+    sharded = [repr(_sharded_signature(flat, position)) for position in flat.positions(SHARDED)]
+    return [*rows, positions.hex(), *sharded]
+
+
+def _sharded_signature(flat: FlatState, position: int) -> tuple[Any, ...]:
+    leaf, name = flat.leaves[position], flat.names[position]
+    shape, chunks = shard_chunks(leaf, name)
+    boxes = [(chunk.offsets, chunk.sizes) for chunk in chunks]
+    replicated, grad = bool(getattr(leaf, "replicated", False)), bool(getattr(leaf, "requires_grad", False))
+    return position, class_name(type(leaf)), shard_dtype(leaf, name), shape, boxes, replicated, grad

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
-
-from savestream.arrays import dtype_from_name
+from savestream.arrays import framework_adapter
 from savestream.errors import PlanError
 from savestream.planners.alignment import Alignment
 from savestream.planners.load_planner import DefaultLoadPlanner
 from savestream.planners.load_plans import create_read_items, value_read_item
-from savestream.planners.metadata import ChunkStorageMetadata, Metadata, Shape, TensorStorageMetadata
+from savestream.planners.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 from savestream.planners.paths import Selection, SelectionKey, path_to_fqn
 from savestream.planners.plan import LoadPlan, ReadItem
 from savestream.planners.rebuilding import nest_picked, pick, rebuild_from_tree
 from savestream.planners.trees import prune_tree
 
 __all__ = ["EmptyStateDictLoadPlanner"]
-
-
-def _allocate(dtype: str, shape: Shape) -> Any:
-    return np.empty(shape, dtype_from_name(dtype))
 
 
 class EmptyStateDictLoadPlanner(DefaultLoadPlanner):
@@ -33,8 +27,8 @@ class EmptyStateDictLoadPlanner(DefaultLoadPlanner):
     keys
         Load only the leaves at or beneath these names. A sequence or record of which only some elements are selected
         becomes a dict from position or field name to element.
-    allocate
-        Makes the array for a dtype name and a shape; numpy's ``empty`` by default.
+    framework
+        What arrays become: ``"numpy"``, ``"torch"`` or ``"jax"``. The caller must have imported it.
     **options
         Those of :class:`DefaultLoadPlanner`.
     """
@@ -45,11 +39,11 @@ class EmptyStateDictLoadPlanner(DefaultLoadPlanner):
         self,
         keys: Iterable[SelectionKey] | None = None,
         *args: Any,
-        allocate: Callable[[str, Shape], Any] = _allocate,
+        framework: str = "numpy",
         **options: Any,
     ) -> None:
         super().__init__(*args, keys=keys, **options)
-        self._allocate = allocate
+        self._framework = framework_adapter(framework)
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         """Take the metadata; ``state_dict`` must be empty, and is filled where the state is a dict."""
@@ -103,7 +97,7 @@ class EmptyStateDictLoadPlanner(DefaultLoadPlanner):
     def finish_load(self) -> Any:
         """The state, with the recorded containers."""
         self.check_values()
-        leaves = {**self.state_dict, **self._loaded}
+        leaves = {**self._converted(), **self._loaded}
         for name, inner in self._inside.items():
             leaves[name] = nest_picked(self._loaded[name], inner)
         built = rebuild_from_tree(self._tree, leaves, types=self.types)
@@ -111,3 +105,14 @@ class EmptyStateDictLoadPlanner(DefaultLoadPlanner):
             self.original_state_dict.update(built)
             return self.original_state_dict
         return built
+
+    def _converted(self) -> dict[str, Any]:
+        """The arrays, as those of the framework that was asked for."""
+        if self._framework.framework == "numpy":
+            return self.state_dict
+        entries = self._metadata().state_dict_metadata
+        return {
+            name: self._framework.from_host(array, entry.properties.dtype)
+            for name, array in self.state_dict.items()
+            if isinstance(entry := entries[name], TensorStorageMetadata)
+        }

@@ -6,9 +6,10 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from savestream.arrays import adapter_for
+from savestream.arrays import ArrayAdapter, ArrayInfo, adapter_for, adapter_of, array_refusal, plain_array_types
 from savestream.errors import PlanError, UnsafeObjectError
 from savestream.planners.containers import Category, category_of, container_node, container_token, contents
 from savestream.planners.paths import part_suffix
@@ -16,7 +17,7 @@ from savestream.planners.sharding import is_sharded
 from savestream.planners.structure import LeafNode, MappingNode, StateTree
 from savestream.planners.value_encoding import MAXIMUM_DEPTH, SCALAR_TYPES, describe_type, plain_class, refusal
 
-__all__ = ["ARRAY", "SHARDED", "VALUE", "FlatState", "flatten", "flatten_top_level"]
+__all__ = ["ARRAY", "SHARDED", "VALUE", "DescribedArrays", "FlatState", "flatten", "flatten_top_level"]
 
 ARRAY, SHARDED, VALUE = 0, 1, 2
 _SPECIAL = re.compile(r"[.\\\[]")
@@ -38,13 +39,14 @@ class FlatState:
         names it determines the structure.
     """
 
-    __slots__ = ("_root", "_tree", "flattened", "kinds", "leaves", "names", "tokens")
+    __slots__ = ("_described", "_root", "_tree", "flattened", "kinds", "leaves", "names", "tokens")
 
     def __init__(
         self, root: Any, names: list[str], leaves: list[Any], kinds: bytearray, tokens: list[str], flattened: bool
     ) -> None:
         self._root = root
         self._tree: StateTree | None = None
+        self._described: DescribedArrays | None = None
         self.names = names
         self.leaves = leaves
         self.kinds = kinds
@@ -58,10 +60,24 @@ class FlatState:
             yield position
             position = self.kinds.find(kind, position + 1)
 
-    def replace_leaf(self, position: int, leaf: Any) -> None:
-        """Plan another object in place of a leaf; the recorded tree stays that of the state."""
+    def split_leaf(self, position: int, leaf: Any) -> None:
+        """Plan a sharded array in place of a leaf; the recorded tree stays that of the state."""
         self.tree()
         self.leaves[position] = leaf
+        self.kinds[position] = SHARDED
+        self._described = None
+
+    def described_arrays(self) -> DescribedArrays:
+        """Descriptions and addresses of the arrays that are not numpy's; found once.
+
+        Raises
+        ------
+        UnsafeObjectError
+            An array cannot be stored; the message names its key.
+        """
+        if self._described is None:
+            self._described = _describe_arrays(self)
+        return self._described
 
     def tree(self) -> StateTree:
         """The nesting of the state; built when first asked for."""
@@ -73,6 +89,29 @@ class FlatState:
             else:
                 self._tree = MappingNode("dict", tuple(self.names), tuple(map(LeafNode, self.names)))
         return self._tree
+
+
+class DescribedArrays(msgspec.Struct):
+    """Array leaves of other frameworks than numpy: position, description and address of each."""
+
+    positions: list[int]
+    infos: list[ArrayInfo]
+    addresses: list[int]
+
+
+def _describe_arrays(flat: FlatState) -> DescribedArrays:
+    groups: dict[int, tuple[ArrayAdapter, list[int]]] = {}
+    for position, (leaf, kind) in enumerate(zip(flat.leaves, flat.kinds, strict=True)):
+        if kind == ARRAY and type(leaf) is not np.ndarray:
+            adapter = adapter_of(leaf)
+            groups.setdefault(id(adapter), (adapter, []))[1].append(position)
+    found = DescribedArrays([], [], [])
+    for adapter, positions in groups.values():
+        leaves = [flat.leaves[position] for position in positions]
+        found.positions += positions
+        found.infos += adapter.infos(leaves, [flat.names[position] for position in positions])
+        found.addresses += adapter.addresses(leaves)
+    return found
 
 
 def flatten(state: Any, *, allow_pickle: bool = False) -> FlatState:
@@ -120,6 +159,7 @@ class _Walker:
         self._allow_pickle = allow_pickle
         self._arrays = 0
         self._active: set[int] = set()
+        self._plain = plain_array_types()
 
     def append(self, name: str, leaf: Any, kind: int) -> None:
         self.names.append(name)
@@ -135,7 +175,8 @@ class _Walker:
         self._active.add(id(container))
         mark, token_mark, arrays = len(self.names), len(self.tokens), self._arrays
         suffixes, children = _suffixes_and_children(container, category, name)
-        if set(map(type, children)) == {np.ndarray}:  # most arrays lie among arrays only
+        kinds = set(map(type, children))
+        if kinds and kinds <= self._plain:  # most arrays lie among arrays only
             self.names += [name + suffix for suffix in suffixes] if name else suffixes
             self.leaves += children
             self.kinds += bytes(len(suffixes))
@@ -151,10 +192,10 @@ class _Walker:
             self.tokens.append(f"{token} {len(suffixes)} {len(self.names)}")
 
     def _walk_children(self, suffixes: Sequence[str], children: Iterable[Any], name: str, depth: int) -> None:
-        names, leaves, kinds = self.names, self.leaves, self.kinds
+        names, leaves, kinds, plain = self.names, self.leaves, self.kinds, self._plain
         for suffix, child in zip(suffixes, children, strict=True):
             kind = type(child)
-            if kind is np.ndarray:
+            if kind in plain:
                 self._arrays += 1
                 names.append(name + suffix)
                 leaves.append(child)
@@ -186,7 +227,7 @@ class _Walker:
         elif adapter_for(type(leaf)) is not None:
             self._arrays += 1
             self.append(name, leaf, ARRAY)
-        elif isinstance(leaf, np.ndarray):
+        elif array_refusal(leaf) is not None:
             raise refusal(leaf, name)
         elif plain_class(leaf) or self._allow_pickle:
             if depth > MAXIMUM_DEPTH:

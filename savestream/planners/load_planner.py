@@ -23,6 +23,7 @@ from savestream.planners.metadata import (
     PlannerData,
     TensorStorageMetadata,
 )
+from savestream.planners.open_targets import Allocate, OpenShards, OpenTarget, allocate_plain
 from savestream.planners.paths import Path, Selection, SelectionKey, path_to_fqn
 from savestream.planners.plan import LoadPlan, ReadItem
 from savestream.planners.rebuilding import merge_value, pick, rebuild_into, replace_at
@@ -54,6 +55,8 @@ class DefaultLoadPlanner(LoadPlanner):
         Classes that may be rebuilt where the target gives none.
     allow_pickle
         Unpickle what was stored so; this executes code from the file.
+    allocate
+        Makes the array for a dtype name and a shape, where a target cannot be filled in its own memory.
     """
 
     makes_its_own_state = False  # whether it is set up with an empty state, which it fills with new arrays
@@ -68,6 +71,7 @@ class DefaultLoadPlanner(LoadPlanner):
         keys: Iterable[SelectionKey] | None = None,
         types: Sequence[type] = (),
         allow_pickle: bool = False,
+        allocate: Allocate = allocate_plain,
     ) -> None:
         del flatten_sharded_tensors
         self.flatten_state_dict = flatten_state_dict
@@ -85,6 +89,8 @@ class DefaultLoadPlanner(LoadPlanner):
         self._values: Mapping[str, object] = {}
         self._loaded: dict[str, Any] = {}
         self._compared: set[str] = set()
+        self._allocate = allocate
+        self._open: dict[str, OpenTarget | OpenShards] = {}
         self._inside: dict[str, list[Path]] = {}  # value leaves of which only elements are selected
 
     # --- planning ---
@@ -95,7 +101,7 @@ class DefaultLoadPlanner(LoadPlanner):
         self.metadata = metadata
         self.is_coordinator = is_coordinator
         self.state_dict = {}
-        self._loaded, self._inside = {}, {}
+        self._loaded, self._inside, self._open = {}, {}, {}
         self._compared = set()
         if metadata is None:
             return
@@ -131,7 +137,9 @@ class DefaultLoadPlanner(LoadPlanner):
         checker = TargetChecker(LoadRequest(metadata, self.cast))
         checker.check(targets)
         self._raise_mismatch(alignment, selection, checker)
-        self.state_dict = targets
+        self._open = checker.open_targets
+        opened = {name: target.open(self._allocate) for name, target in self._open.items()}
+        self.state_dict = {**targets, **opened} if opened else targets
         return LoadPlan(self._read_items(targets, checker))
 
     def _read_items(self, targets: Mapping[str, Any], checker: TargetChecker) -> list[ReadItem]:
@@ -257,7 +265,11 @@ class DefaultLoadPlanner(LoadPlanner):
         self._loaded[read_item.dest_index.fqn] = decoded
 
     def lookup_tensor(self, index: MetadataIndex) -> Any:
-        """The target's array, or shard of one, that an index names."""
+        """The target's array, or shard of one, that an index names.
+
+        Arrays of other frameworks than numpy are named by what is filled in their place: a numpy view of their memory,
+        or a buffer.
+        """
         try:
             leaf = self.state_dict[index.fqn]
         except KeyError:
@@ -291,7 +303,7 @@ class DefaultLoadPlanner(LoadPlanner):
         return found
 
     def commit_tensor(self, read_item: ReadItem, tensor: Any) -> None:
-        """Nothing is left to do for a box that was filled in place."""
+        """Nothing is left to do for one box; whole leaves are completed by :meth:`finish_load`."""
         del read_item, tensor
 
     def check_values(self) -> None:
@@ -330,7 +342,7 @@ class DefaultLoadPlanner(LoadPlanner):
                     found.missing.append((path, path_to_fqn(path)))
 
     def finish_load(self) -> Any:
-        """Put the loaded values into the target and return it; arrays are filled already.
+        """Put the loaded values into the target and return it; complete the arrays, whose content is read already.
 
         Raises
         ------
@@ -339,6 +351,7 @@ class DefaultLoadPlanner(LoadPlanner):
         """
         self.check_values()
         leaves = {name: leaf for name, leaf in self.state_dict.items() if name not in self._loaded}
+        leaves.update({name: target.close() for name, target in self._open.items()})
         for name, value in self._loaded.items():
             target = self.state_dict[name]
             if name in self._inside:

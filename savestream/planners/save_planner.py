@@ -10,13 +10,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from savestream.arrays import dtype_from_name, host_view, is_array
+from savestream.arrays import adapter_for, dtype_from_name, is_array, plain_array_types
 from savestream.errors import PlanError
 from savestream.planners.base import SavePlanner
 from savestream.planners.cache import fingerprint
 from savestream.planners.dedup import dedup_save_plans
 from savestream.planners.delta import DeltaPlans
-from savestream.planners.flattening import SHARDED, VALUE, FlatState, flatten, flatten_top_level
+from savestream.planners.flattening import ARRAY, SHARDED, VALUE, FlatState, flatten, flatten_top_level
 from savestream.planners.metadata import Metadata, MetadataIndex, PlannerData, StorageMeta
 from savestream.planners.plan import SavePlan, WriteItem, WriteItemType
 from savestream.planners.recorded import class_name
@@ -104,10 +104,23 @@ class DefaultSavePlanner(SavePlanner):
         if self._delta is not None:
             self._delta.discard()
         flat = (flatten if self.flatten_state_dict else flatten_top_level)(state_dict, allow_pickle=self.allow_pickle)
+        self._split_arrays(flat)
         if SHARDED in flat.kinds:
             self._flatten_shards(flat)
         self._flat = flat
         self.is_coordinator = is_coordinator
+
+    def _split_arrays(self, flat: FlatState) -> None:
+        """Plan arrays that a framework holds in several places as the boxes that they consist of."""
+        if set(map(type, flat.leaves)) <= plain_array_types():
+            return
+        for position in list(flat.positions(ARRAY)):
+            leaf, name = flat.leaves[position], flat.names[position]
+            adapter = adapter_for(type(leaf))
+            parts = adapter.split(leaf, name) if adapter is not None else None
+            if adapter is not None and parts is not None:
+                dtype = adapter.info(leaf, name).dtype
+                flat.split_leaf(position, ShardedArray(leaf.shape, parts, dtype=dtype))
 
     def _flatten_shards(self, flat: FlatState) -> None:
         for position, leaf in enumerate(flat.leaves):
@@ -116,7 +129,7 @@ class DefaultSavePlanner(SavePlanner):
                     raise PlanError(
                         f"{flat.names[position]}: a ShardedArray of ShardedArrays; pass flatten_sharded_tensors=True"
                     )
-                flat.replace_leaf(position, flattened)
+                flat.split_leaf(position, flattened)
 
     def capture_values(self) -> None:
         """Encode all plain values as they are now, so that later changes do not reach the checkpoint.
@@ -254,9 +267,10 @@ class DefaultSavePlanner(SavePlanner):
         return self.transform_object(write_item, self.lookup_object(write_item.index))
 
     def resolve_items(self, items: Iterable[WriteItem]) -> list[Any]:
-        """Host arrays of many array items, in order; quick where nothing is overridden."""
+        """Arrays of many array items, in order; quick where nothing is overridden."""
         if not self.resolves_live_leaves:
-            return [host_view(self.resolve_data(item)) for item in items]
+            return [self.resolve_data(item) for item in items]
+        plain = plain_array_types()
         flat = self._state()
         found = []
         position, names, leaves = 0, flat.names, flat.leaves
@@ -265,7 +279,7 @@ class DefaultSavePlanner(SavePlanner):
             while position < len(names) and names[position] != name:
                 position += 1
             leaf = leaves[position] if position < len(names) else None
-            found.append(leaf if type(leaf) is np.ndarray else host_view(self.resolve_data(item)))
+            found.append(leaf if type(leaf) in plain else self.resolve_data(item))
         return found
 
     # --- state ---

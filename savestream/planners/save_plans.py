@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
 
-from savestream.arrays import array_info
+from savestream.arrays import ArrayInfo, array_info, array_refusal
 from savestream.errors import PlanError
 from savestream.planners.aliasing import alias_partition
 from savestream.planners.containers import category_of
@@ -53,7 +52,7 @@ class CapturedValue(msgspec.Struct, frozen=True, gc=False):
 
 def capture_value(value: object, name: str, allow_pickle: bool) -> CapturedValue:
     """Encode a value leaf; what has no safe encoding is pickled where the caller opted in."""
-    if allow_pickle and category_of(value) is None and not plain_class(value) and not isinstance(value, np.ndarray):
+    if allow_pickle and category_of(value) is None and not plain_class(value) and not array_refusal(value):
         return CapturedValue("pickle", pickle_object(value, name))
     if type(value) is bytes and len(value) > _INLINE_BYTES:
         return CapturedValue("bytes", value)
@@ -73,9 +72,11 @@ def create_write_items(flat: FlatState, values: Mapping[str, CapturedValue]) -> 
     items: list[WriteItem] = []
     aliases = alias_partition(flat)
     indices: list[MetadataIndex | None] = []
+    described = flat.described_arrays()
+    infos = dict(zip(described.positions, described.infos, strict=True))
     for position, (name, leaf, kind) in enumerate(zip(flat.names, flat.leaves, flat.kinds, strict=True)):
         if kind == ARRAY:
-            item = builder.tensor(name, leaf)
+            item = builder.tensor(name, leaf, infos.get(position))
             first = aliases.get(position) if aliases else None
             if first is not None:
                 item = msgspec.structs.replace(item, alias_of=indices[first])
@@ -107,17 +108,16 @@ class _ItemBuilder:
             box = self._boxes[shape] = ChunkStorageMetadata((0,) * len(shape), shape)
         return box
 
-    def tensor(self, name: str, leaf: Any) -> WriteItem:
-        if type(leaf) is np.ndarray:
+    def tensor(self, name: str, leaf: Any, info: ArrayInfo | None) -> WriteItem:
+        if info is None:  # numpy's
             dtype, shape = leaf.dtype, leaf.shape
             properties = self._properties.get(dtype)
             if properties is None:
                 properties = self._properties_of(array_info(leaf, name).dtype, False)
                 self._properties[dtype] = properties
         else:
-            info = array_info(leaf, name)
             shape = info.shape
-            properties = self._properties_of(info.dtype, bool(getattr(leaf, "requires_grad", False)))
+            properties = self._properties_of(info.dtype, info.requires_grad)
         data = self._data.get((id(properties), shape))
         if data is None:
             data = self._data[id(properties), shape] = TensorWriteData(self._whole(shape), properties, shape)

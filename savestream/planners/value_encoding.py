@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
-from savestream.arrays import dtype_from_name, dtype_name
+from savestream.arrays import array_refusal, dtype_from_name, dtype_name, is_array
 from savestream.errors import PlanError, SavestreamError, UnsafeObjectError
 from savestream.planners.recorded import (
     RecordedDataclass,
@@ -95,9 +95,10 @@ def describe_type(value: object) -> str:
 
 def refusal(value: object, key: str) -> UnsafeObjectError:
     """The error for an object that has no safe encoding."""
-    if isinstance(value, np.ndarray):
-        cure = "store a masked array's data and mask as two arrays, another subclass of ndarray as numpy.asarray of it"
-    elif isinstance(value, dict | list | tuple | set | frozenset | str | bytes | int | float):
+    unsupported = array_refusal(value)
+    if unsupported is not None:
+        return UnsafeObjectError(f"{key or 'the state'}: {describe_type(value)} cannot be stored; {unsupported}")
+    if isinstance(value, dict | list | tuple | set | frozenset | str | bytes | int | float):
         base = next(
             kind for kind in (dict, list, tuple, str, bytes, int, float, set, frozenset) if isinstance(value, kind)
         )
@@ -193,7 +194,7 @@ class _Encoder:
             raise refusal(value, self.key)
 
     def _pickled(self, value: Any) -> Node:
-        if not self._allow_pickle or isinstance(value, np.ndarray):
+        if not self._allow_pickle or is_array(value) or array_refusal(value) is not None:
             raise refusal(value, self.key)
         return {"$pickle": _base64(pickle_object(value, self.key))}
 

@@ -32,6 +32,7 @@ ANY_BITS = (
     *(np.dtype(getattr(ml_dtypes, name)) for name in ("bfloat16", "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz")),
     *(np.dtype(getattr(ml_dtypes, name)) for name in ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2")),
     *(np.dtype(getattr(ml_dtypes, name)) for name in ("float8_e5m2fnuz", "float8_e8m0fnu")),
+    *(np.dtype(getattr(ml_dtypes, name)) for name in ("complex32", "bcomplex32")),
     HOLES,
     EXTENSION,
 )
@@ -233,7 +234,6 @@ REFUSED = {
     "variable strings": np.array(["a", "bcd"], np.dtypes.StringDType()),
     "masked": np.ma.masked_array([1, 2, 3], mask=[0, 1, 0]),
     "matrix": np.arange(4).reshape(2, 2).view(np.matrix),
-    "half complex": np.zeros(3, ml_dtypes.bcomplex32),
     "subclass": np.zeros(3).view(Labelled),
 }
 

@@ -1,0 +1,131 @@
+"""What savestream asks of an array leaf, whatever framework it comes from. Imports no framework."""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+
+from savestream.arrays.elements import HostArray, copy_elements
+
+__all__ = ["ArrayAdapter", "ArrayInfo", "Box", "HostArray", "Shape"]
+
+Shape: TypeAlias = tuple[int, ...]
+Box: TypeAlias = tuple[Shape, Shape]  # offsets and sizes, in elements
+
+
+class ArrayInfo(msgspec.Struct, frozen=True, gc=False):
+    """What planning needs of a leaf, but for its contents and its address.
+
+    Attributes
+    ----------
+    dtype
+        Its dtype name, see :mod:`savestream.arrays.dtypes`.
+    shape, strides
+        In elements, and in bytes.
+    itemsize
+        Bytes of one element.
+    variant
+        Whatever else decides how the elements are read: device type, conjugation, negation, weak type.
+    """
+
+    dtype: str
+    shape: Shape
+    strides: Shape
+    itemsize: int
+    variant: str = ""
+    requires_grad: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.itemsize
+
+
+class ArrayAdapter(abc.ABC):
+    """One framework's leaves. Methods run in worker threads and keep nothing of the arrays that they are given."""
+
+    framework: str
+
+    # --- saving ---
+
+    @abc.abstractmethod
+    def info(self, array: Any, key: str) -> ArrayInfo:
+        """Describe a leaf, or refuse it by ``key`` (:class:`~savestream.errors.UnsafeObjectError`)."""
+
+    def infos(self, arrays: Sequence[Any], keys: Sequence[str]) -> list[ArrayInfo]:
+        """Describe many leaves; leaves that are alike share one object."""
+        known: dict[ArrayInfo, ArrayInfo] = {}
+        found = (self.info(array, key) for array, key in zip(arrays, keys, strict=True))
+        return [known.setdefault(info, info) for info in found]
+
+    @abc.abstractmethod
+    def addresses(self, arrays: Sequence[Any]) -> list[int]:
+        """Addresses of the first elements; equal ones (with equal infos) mean the same memory. 0 means unknown."""
+
+    def split(self, array: Any, key: str) -> Sequence[tuple[Shape, Any]] | None:
+        """``(offsets, array)`` of the boxes that this process writes of a sharded leaf; None where it is whole."""
+        del array, key
+        return None
+
+    @abc.abstractmethod
+    def host_view(self, array: Any) -> HostArray:
+        """The leaf's elements as a numpy array of the stored dtype; a view where host memory has them so."""
+
+    def copy_elements(self, array: Any, start: int, stop: int, target: HostArray) -> None:
+        """Copy elements ``start:stop``, counted in C order, into the flat array ``target`` of as many bytes.
+
+        ``target`` has the stored dtype, records as opaque bytes of the same size.
+        """
+        source = self.host_view(array)
+        copy_elements(source if source.dtype.names is None else source.view(target.dtype), start, stop, target)
+
+    def join(self, arrays: Sequence[Any]) -> HostArray:
+        """All elements of many small leaves, one leaf after the other, as bytes."""
+        views = [np.ascontiguousarray(self.host_view(array)).reshape(-1).view(np.uint8) for array in arrays]
+        return np.concatenate(views) if views else np.empty(0, np.uint8)
+
+    # --- loading ---
+
+    def target_info(self, array: Any, key: str) -> ArrayInfo:
+        """Describe what a load target expects, or refuse it by ``key``."""
+        return self.info(array, key)
+
+    def target_infos(self, arrays: Sequence[Any], keys: Sequence[str]) -> list[ArrayInfo]:
+        """:meth:`target_info` of many targets."""
+        return [self.target_info(array, key) for array, key in zip(arrays, keys, strict=True)]
+
+    def fill_problem(self, array: Any) -> str | None:
+        """Why a load cannot fill this target ("the target is read-only; ..."), or None."""
+        del array
+        return None
+
+    def own_memory(self, array: Any) -> HostArray | None:
+        """The target's own elements as a writable numpy view of the stored dtype; None where it needs a buffer."""
+        del array
+        return None
+
+    def is_filled_in_place(self, array: Any) -> bool:
+        """Whether a load changes the target itself, so that no other target may share its memory."""
+        return self.own_memory(array) is not None
+
+    def target_boxes(self, array: Any, key: str) -> Sequence[Box] | None:
+        """The boxes that a sharded target holds in this process; None where it is filled as a whole."""
+        del array, key
+        return None
+
+    @abc.abstractmethod
+    def filled(self, array: Any, parts: Sequence[tuple[Shape, HostArray]]) -> Any:
+        """The leaf that takes the target's place, now that its boxes are read.
+
+        ``parts`` are offsets and elements of each box, in the order of :meth:`target_boxes`; of the whole array at
+        offsets 0 where there are none. They are the target's own memory where it gave that, else fresh, page-aligned
+        buffers that nobody else keeps. Targets that can be changed are changed and returned.
+        """
+
+    @abc.abstractmethod
+    def from_host(self, array: HostArray, dtype: str) -> Any:
+        """A leaf of this framework over a fresh numpy array; the array itself where the framework lacks its dtype."""

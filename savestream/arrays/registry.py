@@ -1,0 +1,107 @@
+"""Which adapter serves which class of leaves. A framework is looked for only where the caller has imported it."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import Any
+
+import numpy as np
+
+from savestream.arrays.adapter import ArrayAdapter, ArrayInfo
+from savestream.arrays.elements import HostArray
+from savestream.arrays.file_arrays import FileArray, FileArrayAdapter
+from savestream.arrays.numpy_arrays import NUMPY_TYPES, NumpyAdapter
+from savestream.arrays.torch_tensors import is_torch_type, torch_adapter_for, torch_refusal
+from savestream.errors import PlanError, UnsafeObjectError
+
+__all__ = [
+    "adapter_for",
+    "adapter_of",
+    "array_info",
+    "array_refusal",
+    "framework_adapter",
+    "host_view",
+    "is_array",
+    "plain_array_types",
+]
+
+_NUMPY = NumpyAdapter()
+_FILES = FileArrayAdapter()
+_found: weakref.WeakKeyDictionary[type, ArrayAdapter | None] = weakref.WeakKeyDictionary()
+
+
+def adapter_for(kind: type) -> ArrayAdapter | None:
+    """The adapter for leaves of exactly this class, or None where it is no supported array."""
+    if kind in NUMPY_TYPES:
+        return _NUMPY
+    if kind not in _found:
+        _found[kind] = _find(kind)
+    return _found[kind]
+
+
+def _find(kind: type) -> ArrayAdapter | None:
+    if kind is FileArray:
+        return _FILES
+    if is_torch_type(kind):
+        return torch_adapter_for(kind)
+    return None
+
+
+def adapter_of(array: object) -> ArrayAdapter:
+    """The adapter for a leaf that must be an array."""
+    adapter = adapter_for(type(array))
+    if adapter is None:
+        raise UnsafeObjectError(f"{type(array).__module__}.{type(array).__qualname__} is not a supported array")
+    return adapter
+
+
+def plain_array_types() -> frozenset[type]:
+    """Classes whose instances are whole arrays without any further look at them: the usual leaves."""
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "nn") or not hasattr(torch.nn, "Parameter"):
+        return _NUMPY_ONLY
+    return frozenset((np.ndarray, torch.Tensor, torch.nn.Parameter))
+
+
+_NUMPY_ONLY: frozenset[type] = frozenset({np.ndarray})
+
+
+def framework_adapter(framework: str) -> ArrayAdapter:
+    """The adapter that makes arrays of a framework by name, which the caller must have imported."""
+    if framework == "numpy":
+        return _NUMPY
+    if framework not in ("torch", "jax"):
+        raise PlanError(f"framework={framework!r}: use 'numpy', 'torch' or 'jax'")
+    module = sys.modules.get(framework)
+    if module is None:
+        raise PlanError(f"framework={framework!r}: import {framework} first; savestream does not import it by itself")
+    adapter = adapter_for(module.Tensor) if framework == "torch" else None
+    if adapter is None:
+        raise PlanError(f"framework={framework!r}: use 'numpy' or 'torch'")
+    return adapter
+
+
+def array_refusal(value: Any) -> str | None:
+    """What to do about a value that is an array of a class that is not supported; None where it is no such array."""
+    kind = type(value)
+    if isinstance(value, np.ndarray) and kind not in NUMPY_TYPES:
+        return "store a masked array's data and mask as two arrays, another subclass of ndarray as numpy.asarray of it"
+    if is_torch_type(kind) and adapter_for(kind) is None:
+        return torch_refusal(value)
+    return None
+
+
+def is_array(value: object) -> bool:
+    """Whether ``value`` is an array leaf that savestream stores as bytes."""
+    return adapter_for(type(value)) is not None
+
+
+def array_info(array: object, key: str) -> ArrayInfo:
+    """Describe a leaf; ``key`` names it in errors."""
+    return adapter_of(array).info(array, key)
+
+
+def host_view(array: object) -> HostArray:
+    """The leaf's elements as a numpy array; a view where they lie in host memory as they are."""
+    return adapter_of(array).host_view(array)

@@ -1,0 +1,284 @@
+"""PyTorch's tensors as leaves. PyTorch is the caller's: this module never imports it.
+
+Bytes are reached through ``detach()`` and a view as integers of the same size, so that bfloat16, fp8 and sub-byte types
+need no numpy equivalent.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import operator
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from savestream.arrays.adapter import ArrayAdapter, ArrayInfo, HostArray, Shape
+from savestream.arrays.dtypes import OPAQUE_DTYPES, dtype_from_name
+from savestream.errors import UnsafeObjectError
+
+__all__ = ["TorchAdapter", "is_torch_type", "torch_adapter_for", "torch_refusal"]
+
+_NATIVE = (
+    *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+    *("float16", "float32", "float64", "complex64", "complex128"),
+)
+# numpy has no such type of its own: torch shows them as these integers
+_AS_INT32 = ("complex32",)
+_AS_INT16 = ("bfloat16", "bits16")
+_AS_UINT8 = (
+    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    *("int1", "int2", "int4", "uint1", "uint2", "uint4"),
+    *(name for name in OPAQUE_DTYPES if name != "bits16"),
+)
+
+
+class _Element(msgspec.Struct, frozen=True):
+    """One torch dtype: its stored name, the torch dtype under which numpy takes it, and numpy's dtype for it."""
+
+    name: str
+    shown_as: Any
+    numpy: np.dtype[Any]
+
+
+def is_torch_type(kind: type) -> bool:
+    """Whether ``kind`` is a class of tensors, of torch's own or derived from it."""
+    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
+    return tensor is not None and issubclass(kind, tensor)
+
+
+def torch_adapter_for(kind: type) -> TorchAdapter | None:
+    """The adapter for tensors of exactly this class; None for subclasses, which may hold anything."""
+    torch = sys.modules["torch"]
+    if kind is torch.Tensor or kind is torch.nn.Parameter or kind is getattr(torch.nn, "Buffer", None):
+        return _adapter()
+    return None
+
+
+def torch_refusal(value: Any) -> str:
+    """What to do about a tensor of a class that is not supported."""
+    name = type(value).__name__
+    if "Fake" in name or "Functional" in name:
+        return "it holds no data, as tensors under tracing do; save the real tensors, outside of the tracing"
+    if "Uninitialized" in name:
+        return "a lazy module's parameter has no data before the first forward pass; run one before saving"
+    return (
+        "a subclass of torch.Tensor may hold more than its elements; store the plain tensors that it is made of, or "
+        "give it global_shape, global_offsets, local_offsets and local_sizes (CheckpointableTensor)"
+    )
+
+
+@functools.cache
+def _adapter() -> TorchAdapter:
+    return TorchAdapter(sys.modules["torch"])
+
+
+class TorchAdapter(ArrayAdapter):
+    """torch.Tensor and torch.nn.Parameter, on any device; strided, with data."""
+
+    framework = "torch"
+
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
+        self._tensor = torch.Tensor
+        self._elements: dict[Any, _Element] = {}
+        self._dtypes: dict[str, Any] = {}
+        shown = [(name, None) for name in _NATIVE]
+        shown += [(name, torch.int32) for name in _AS_INT32] + [(name, torch.int16) for name in _AS_INT16]
+        shown += [(name, torch.uint8) for name in _AS_UINT8]
+        for name, shown_as in shown:
+            dtype = getattr(torch, name, None)  # older releases lack some
+            if dtype is not None:
+                self._elements[dtype] = _Element(name, shown_as, dtype_from_name(name))
+                self._dtypes[name] = dtype
+        self._infos: dict[tuple[Any, ...], tuple[ArrayInfo, int]] = {}
+
+    # --- saving ---
+
+    def info(self, array: Any, key: str) -> ArrayInfo:
+        self._refuse_without_data(array, key)
+        info, extent = self._describe(array, key)
+        if info.nbytes and array.device.type != "meta" and not self._holds(array, extent):
+            raise UnsafeObjectError(
+                f"{key}: the tensor's storage was freed (it has {array.untyped_storage().nbytes()} bytes, the tensor "
+                f"needs {array.storage_offset() * info.itemsize + extent}), as FSDP does between steps; save the "
+                "sharded parameters, or gather them first"
+            )
+        return info
+
+    def infos(self, arrays: Sequence[Any], keys: Sequence[str]) -> list[ArrayInfo]:
+        try:
+            if self._plain(arrays):
+                return self._infos_of_plain(arrays, keys)
+        except RuntimeError:  # a tensor without a storage; found by name below
+            pass
+        return [self.info(array, key) for array, key in zip(arrays, keys, strict=True)]
+
+    def _plain(self, arrays: Sequence[Any]) -> bool:
+        """Whether all are dense tensors in host memory; asked column by column, which is quick."""
+        kinds = set(map(operator.attrgetter("layout", "is_cpu", "is_quantized", "is_nested"), arrays))
+        return kinds == {(self._torch.strided, True, False, False)}
+
+    def _infos_of_plain(self, arrays: Sequence[Any], keys: Sequence[str]) -> list[ArrayInfo]:
+        tensor, known = self._tensor, self._infos
+        columns = zip(
+            map(operator.attrgetter("dtype", "shape", "requires_grad"), arrays),
+            map(tensor.stride, arrays),
+            map(tensor.is_conj, arrays),
+            map(tensor.is_neg, arrays),
+            strict=True,
+        )
+        sizes = [array.untyped_storage().nbytes() for array in arrays]
+        offsets = map(tensor.storage_offset, arrays)
+        found: list[ArrayInfo] = []
+        for position, (column, nbytes, offset) in enumerate(zip(columns, sizes, offsets, strict=True)):
+            entry = known.get(column)
+            if entry is None:
+                entry = self._remember(column, arrays[position], keys[position])
+            info, extent = entry
+            if nbytes < extent + offset * info.itemsize:
+                self.info(arrays[position], keys[position])  # raises
+            found.append(info)
+        return found
+
+    def _remember(self, column: tuple[Any, ...], array: Any, key: str) -> tuple[ArrayInfo, int]:
+        if len(self._infos) > 100_000:  # shapes that change with every save
+            self._infos.clear()
+        self._infos[column] = entry = self._describe(array, key)
+        return entry
+
+    def _describe(self, array: Any, key: str) -> tuple[ArrayInfo, int]:
+        """The tensor's description, and the bytes from its first element to the end of its last."""
+        element = self._elements.get(array.dtype)
+        if element is None:
+            raise UnsafeObjectError(f"{key}: dtype {array.dtype} cannot be stored; convert the tensor to another one")
+        shape, stride, itemsize = tuple(array.shape), array.stride(), array.element_size()
+        extent = (1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))) * itemsize
+        marks = [array.device.type] if not array.is_cpu else []
+        marks += ["conj"] if array.is_conj() else []
+        marks += ["neg"] if array.is_neg() else []
+        strides = tuple(step * itemsize for step in stride)
+        info = ArrayInfo(element.name, shape, strides, itemsize, " ".join(marks), array.requires_grad)
+        return info, extent if math.prod(shape) else 0
+
+    def _refuse_without_data(self, array: Any, key: str, *, meta: bool = False) -> None:
+        problem = self._problem(array, meta)
+        if problem:
+            raise UnsafeObjectError(f"{key}: {problem}")
+
+    def _problem(self, array: Any, meta: bool) -> str | None:
+        if array.is_nested:
+            return "nested tensors cannot be stored; store their components (unbind())"
+        if array.layout is not self._torch.strided:
+            return f"a tensor of layout {array.layout} cannot be stored; store its indices and values, or to_dense()"
+        if array.is_quantized:
+            return "quantised tensors cannot be stored; store int_repr(), scale and zero point"
+        if array.device.type == "meta" and not meta:
+            return "a meta tensor holds no data; materialise it (to_empty()) and initialise it before saving"
+        try:
+            if array.device.type != "meta":
+                array.untyped_storage()
+                array.data_ptr()
+        except (RuntimeError, NotImplementedError) as error:
+            return f"the tensor gives no access to its data, as inside torch.func or under tracing ({error})"
+        return None
+
+    def _holds(self, array: Any, extent: int) -> bool:
+        end = array.storage_offset() * array.element_size() + extent
+        return bool(array.untyped_storage().nbytes() >= end and array.data_ptr() != 0)
+
+    def addresses(self, arrays: Sequence[Any]) -> list[int]:
+        return list(map(self._tensor.data_ptr, arrays))
+
+    def host_view(self, array: Any) -> HostArray:
+        tensor = array.detach()
+        if tensor.is_conj():
+            tensor = tensor.resolve_conj()
+        if tensor.is_neg():
+            tensor = tensor.resolve_neg()
+        if not tensor.is_cpu:
+            tensor = tensor.cpu()
+        return self._shown(tensor)
+
+    def _shown(self, tensor: Any) -> HostArray:
+        """A numpy view of a detached tensor in host memory."""
+        element = self._elements[tensor.dtype]
+        if element.shown_as is None:
+            return tensor.numpy()  # type: ignore[no-any-return]
+        return tensor.view(element.shown_as).numpy().view(element.numpy)  # type: ignore[no-any-return]
+
+    def copy_elements(self, array: Any, start: int, stop: int, target: HostArray) -> None:
+        if array.is_cpu:
+            super().copy_elements(array, start, stop, target)
+            return
+        with self._torch.no_grad():  # only this range leaves the device
+            part = array.detach().reshape(-1)[start:stop]
+            target[:] = self.host_view(part)
+
+    def join(self, arrays: Sequence[Any]) -> HostArray:
+        parts = []
+        for _, run in itertools.groupby(arrays, operator.attrgetter("dtype")):
+            parts.append(self._join_alike(list(run)))
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _join_alike(self, tensors: list[Any]) -> HostArray:
+        """Flatten and join in one call, which gives up the GIL; a call for each tensor would cost ten times more."""
+        torch = self._torch
+        if set(map(operator.attrgetter("is_cpu"), tensors)) != {True} or any(map(self._is_lazy, tensors)):
+            return super().join(tensors)
+        with torch.no_grad():
+            joined = torch._utils._flatten_dense_tensors(tensors)
+        return joined.view(torch.uint8).numpy()  # type: ignore[no-any-return]
+
+    def _is_lazy(self, tensor: Any) -> bool:
+        return bool(tensor.is_conj() or tensor.is_neg())
+
+    # --- loading ---
+
+    def target_info(self, array: Any, key: str) -> ArrayInfo:
+        self._refuse_without_data(array, key, meta=True)
+        return self._describe(array, key)[0] if array.device.type == "meta" else self.info(array, key)
+
+    def target_infos(self, arrays: Sequence[Any], keys: Sequence[str]) -> list[ArrayInfo]:
+        if any(array.is_meta for array in arrays):
+            return super().target_infos(arrays, keys)
+        return self.infos(arrays, keys)
+
+    def own_memory(self, array: Any) -> HostArray | None:
+        if not array.is_cpu or self._is_lazy(array):
+            return None
+        return self._shown(array.detach())
+
+    def is_filled_in_place(self, array: Any) -> bool:
+        return bool(array.device.type != "meta")
+
+    def filled(self, array: Any, parts: Sequence[tuple[Shape, HostArray]]) -> Any:
+        torch = self._torch
+        if array.device.type == "meta":
+            return self._materialised(array, parts[0][1])
+        with torch.no_grad():
+            if self.own_memory(array) is None:
+                array.detach().copy_(self.from_host(parts[0][1], self._elements[array.dtype].name))
+            if not array.is_inference():  # autograd has to learn that the content changed
+                torch.autograd.graph.increment_version(array)
+        return array
+
+    def _materialised(self, array: Any, content: HostArray) -> Any:
+        tensor = self.from_host(content, self._elements[array.dtype].name)
+        if type(array) is self._torch.nn.Parameter:
+            return self._torch.nn.Parameter(tensor, requires_grad=array.requires_grad)
+        return tensor.requires_grad_(array.requires_grad)
+
+    def from_host(self, array: HostArray, dtype: str) -> Any:
+        wanted = self._dtypes.get(dtype)
+        if wanted is None:
+            return array
+        element = self._elements[wanted]
+        if element.shown_as is None:
+            return self._torch.from_numpy(array)
+        shown = {1: np.uint8, 2: np.int16, 4: np.int32}[array.dtype.itemsize]
+        return self._torch.from_numpy(array.view(shown)).view(wanted)

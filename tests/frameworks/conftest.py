@@ -1,0 +1,18 @@
+"""Tests with PyTorch and JAX: run by 'make test-all', where both are installed."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+# 'make test' installs neither and deselects these tests by their marker; they could not even be imported there.
+collect_ignore_glob = [] if all(map(importlib.util.find_spec, ("torch", "jax"))) else ["*/test_*.py", "test_*.py"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker("frameworks")
