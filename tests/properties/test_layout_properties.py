@@ -44,12 +44,13 @@ def test_blocks_hold_every_byte_once_where_frames_say(arrays_list, frame_bytes, 
         patch.setattr(layout_module, "SMALL_CHUNK_BYTES", 512)
         layout = plan_layout([chunk_shape(array) for array in arrays_list])
         blocks = plan_blocks(layout, block_bytes)
+    sources = LiveSources(arrays_list, lambda chunk: arrays_list[chunk].dtype)
     stream = bytearray()
     frame = 0
     for block in blocks:
         assert block.first_frame == frame
         data = np.full(block.buffer_bytes, 0xEE, np.uint8)
-        fill_block(block, layout.order.tolist(), LiveSources(arrays_list), data)
+        fill_block(block, layout.order.tolist(), sources, data)
         covered = np.zeros(block.buffer_bytes, bool)
         for position, length in zip(block.positions, layout.frame_lengths[frame : block.last_frame], strict=True):
             stream += data[position : position + length].tobytes()
