@@ -38,7 +38,6 @@ class ArrayInfo(msgspec.Struct, frozen=True, gc=False):
     strides: Shape
     itemsize: int
     variant: str = ""
-    requires_grad: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -57,10 +56,23 @@ class ArrayAdapter(abc.ABC):
         """Describe a leaf, or refuse it by ``key`` (:class:`~savestream.errors.UnsafeObjectError`)."""
 
     def infos(self, arrays: Sequence[Any], keys: Sequence[str]) -> list[ArrayInfo]:
-        """Describe many leaves; leaves that are alike share one object."""
-        known: dict[ArrayInfo, ArrayInfo] = {}
-        found = (self.info(array, key) for array, key in zip(arrays, keys, strict=True))
-        return [known.setdefault(info, info) for info in found]
+        """Describe many leaves."""
+        return [self.info(array, key) for array, key in zip(arrays, keys, strict=True)]
+
+    def describe(self, arrays: Sequence[Any], keys: Sequence[str]) -> tuple[list[int], dict[int, ArrayInfo]]:
+        """Describe many leaves by those that are alike, in class and description.
+
+        Returns
+        -------
+        firsts
+            For each leaf the position of the first one like it.
+        infos
+            The descriptions at these positions.
+        """
+        known: dict[tuple[type, ArrayInfo], int] = {}
+        pairs = zip(map(type, arrays), self.infos(arrays, keys), strict=True)
+        firsts = [known.setdefault(pair, position) for position, pair in enumerate(pairs)]
+        return firsts, {position: info for (_, info), position in known.items()}
 
     @abc.abstractmethod
     def addresses(self, arrays: Sequence[Any]) -> list[int]:

@@ -11,7 +11,7 @@ import itertools
 import math
 import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -95,13 +95,11 @@ class TorchAdapter(ArrayAdapter):
             if dtype is not None:
                 self._elements[dtype] = _Element(name, shown_as, dtype_from_name(name))
                 self._dtypes[name] = dtype
-        self._infos: dict[tuple[Any, ...], tuple[ArrayInfo, int]] = {}
 
     # --- saving ---
 
     def info(self, array: Any, key: str) -> ArrayInfo:
-        self._refuse_without_data(array, key)
-        info, extent = self._describe(array, key)
+        info, extent = self._inspect(array, key)
         if info.nbytes and array.device.type != "meta" and not self._holds(array, extent):
             raise UnsafeObjectError(
                 f"{key}: the tensor's storage was freed (it has {array.untyped_storage().nbytes()} bytes, the tensor "
@@ -110,46 +108,50 @@ class TorchAdapter(ArrayAdapter):
             )
         return info
 
-    def infos(self, arrays: Sequence[Any], keys: Sequence[str]) -> list[ArrayInfo]:
+    def describe(self, arrays: Sequence[Any], keys: Sequence[str]) -> tuple[list[int], dict[int, ArrayInfo]]:
         try:
-            if self._plain(arrays):
-                return self._infos_of_plain(arrays, keys)
-        except RuntimeError:  # a tensor without a storage; found by name below
+            firsts = self._firsts(arrays)
+            described = {first: self._inspect(arrays[first], keys[first]) for first in sorted(set(firsts))}
+            if self._hold(arrays, firsts, described):
+                return firsts, {position: info for position, (info, _) in described.items()}
+        except RuntimeError:  # a tensor without strides or storage
             pass
-        return [self.info(array, key) for array, key in zip(arrays, keys, strict=True)]
+        return super().describe(arrays, keys)  # finds by name what is wrong
 
-    def _plain(self, arrays: Sequence[Any]) -> bool:
-        """Whether all are dense tensors in host memory; asked column by column, which is quick."""
-        kinds = set(map(operator.attrgetter("layout", "is_cpu", "is_quantized", "is_nested"), arrays))
-        return kinds == {(self._torch.strided, True, False, False)}
+    def _firsts(self, arrays: Sequence[Any]) -> list[int]:
+        """The first tensor like each, found column by column: a call for each tensor would cost several times more."""
+        tensor, read = self._tensor, operator.attrgetter
+        dtypes = list(map(read("dtype"), arrays))
+        columns: list[Iterable[Any]] = [dtypes, map(type, arrays), map(tensor.is_neg, arrays)]
+        if not all(map(read("is_cpu"), arrays)):
+            columns.append(array.device.type for array in arrays)
+        if any(dtype.is_complex for dtype in set(dtypes)):
+            columns.append(map(tensor.is_conj, arrays))
+        varying = [column for column in map(list, columns) if len(set(column)) > 1]
+        varying.append(list(map(read("shape"), arrays)))
+        if not all(map(tensor.is_contiguous, arrays)):
+            varying.append(list(map(tensor.stride, arrays)))
+        known: dict[Any, int] = {}
+        keys: Iterable[Any] = zip(*varying, strict=True) if len(varying) > 1 else varying[0]
+        return list(map(known.setdefault, keys, range(len(arrays))))
 
-    def _infos_of_plain(self, arrays: Sequence[Any], keys: Sequence[str]) -> list[ArrayInfo]:
-        tensor, known = self._tensor, self._infos
-        columns = zip(
-            map(operator.attrgetter("dtype", "shape", "requires_grad"), arrays),
-            map(tensor.stride, arrays),
-            map(tensor.is_conj, arrays),
-            map(tensor.is_neg, arrays),
-            strict=True,
-        )
-        sizes = [array.untyped_storage().nbytes() for array in arrays]
-        offsets = map(tensor.storage_offset, arrays)
-        found: list[ArrayInfo] = []
-        for position, (column, nbytes, offset) in enumerate(zip(columns, sizes, offsets, strict=True)):
-            entry = known.get(column)
-            if entry is None:
-                entry = self._remember(column, arrays[position], keys[position])
-            info, extent = entry
-            if nbytes < extent + offset * info.itemsize:
-                self.info(arrays[position], keys[position])  # raises
-            found.append(info)
-        return found
+    def _hold(
+        self, arrays: Sequence[Any], firsts: Sequence[int], described: Mapping[int, tuple[ArrayInfo, int]]
+    ) -> bool:
+        """Whether every tensor's storage reaches to its last element."""
+        sizes = map(self._torch.UntypedStorage.nbytes, map(self._tensor.untyped_storage, arrays))
+        offsets = list(map(self._tensor.storage_offset, arrays))
+        extents = {position: extent for position, (_, extent) in described.items()}
+        needed: Iterable[int] = map(extents.__getitem__, firsts)
+        if any(offsets):
+            itemsizes = {position: info.itemsize for position, (info, _) in described.items()}
+            starts = map(operator.mul, offsets, map(itemsizes.__getitem__, firsts))
+            needed = map(operator.add, needed, starts)
+        return all(map(operator.le, needed, sizes))
 
-    def _remember(self, column: tuple[Any, ...], array: Any, key: str) -> tuple[ArrayInfo, int]:
-        if len(self._infos) > 100_000:  # shapes that change with every save
-            self._infos.clear()
-        self._infos[column] = entry = self._describe(array, key)
-        return entry
+    def _inspect(self, array: Any, key: str) -> tuple[ArrayInfo, int]:
+        self._refuse_without_data(array, key)
+        return self._describe(array, key)
 
     def _describe(self, array: Any, key: str) -> tuple[ArrayInfo, int]:
         """The tensor's description, and the bytes from its first element to the end of its last."""
@@ -162,7 +164,7 @@ class TorchAdapter(ArrayAdapter):
         marks += ["conj"] if array.is_conj() else []
         marks += ["neg"] if array.is_neg() else []
         strides = tuple(step * itemsize for step in stride)
-        info = ArrayInfo(element.name, shape, strides, itemsize, " ".join(marks), array.requires_grad)
+        info = ArrayInfo(element.name, shape, strides, itemsize, " ".join(marks))
         return info, extent if math.prod(shape) else 0
 
     def _refuse_without_data(self, array: Any, key: str, *, meta: bool = False) -> None:
@@ -244,9 +246,10 @@ class TorchAdapter(ArrayAdapter):
         return self._describe(array, key)[0] if array.device.type == "meta" else self.info(array, key)
 
     def target_infos(self, arrays: Sequence[Any], keys: Sequence[str]) -> list[ArrayInfo]:
-        if any(array.is_meta for array in arrays):
+        if any(map(operator.attrgetter("is_meta"), arrays)):
             return super().target_infos(arrays, keys)
-        return self.infos(arrays, keys)
+        firsts, infos = self.describe(arrays, keys)
+        return [infos[first] for first in firsts]
 
     def own_memory(self, array: Any) -> HostArray | None:
         if not array.is_cpu or self._is_lazy(array):

@@ -20,7 +20,7 @@ def alias_partition(flat: FlatState) -> dict[int, int]:
     there is at least one byte. Reading numpy's addresses costs far more than everything else here, so only leaves that
     can be aliases are asked for theirs: arrays that own their memory are told apart by identity.
     """
-    arrays = [leaf for leaf in flat.leaves if type(leaf) is np.ndarray]
+    arrays = [leaf for leaf in flat.leaves if type(leaf) is np.ndarray] if np.ndarray in flat.types else []
     owners = set(map(type, map(attrgetter("base"), arrays))) <= {type(None)}
     aliases = {} if owners and len(set(map(id, arrays))) == len(arrays) else _numpy_aliases(flat)
     if len(arrays) < flat.kinds.count(ARRAY):
@@ -30,26 +30,25 @@ def alias_partition(flat: FlatState) -> dict[int, int]:
 
 def _other_aliases(flat: FlatState) -> dict[int, int]:
     described = flat.described_arrays()
+    if len(set(described.addresses)) == len(described.addresses):
+        return {}
+    alike = _numbered(described.infos)
     aliases: dict[int, int] = {}
     first_of: dict[tuple[int, int], int] = {}
     identical: dict[int, int] = {}
-    alike = _numbered({id(info): info for info in described.infos})
-    for position, info, address in zip(described.positions, described.infos, described.addresses, strict=True):
+    for position, like, address in zip(described.positions, described.firsts, described.addresses, strict=True):
         first = identical.setdefault(id(flat.leaves[position]), position)
-        if address and first == position and 0 not in info.shape:
-            first = first_of.setdefault((address, alike[id(info)]), position)
+        if address and first == position and described.infos[like].nbytes:
+            first = first_of.setdefault((address, alike[like]), position)
         if first != position:
             aliases[position] = first
     return aliases
 
 
 def _numbered(infos: dict[int, ArrayInfo]) -> dict[int, int]:
-    """A number for each description; those that read memory alike (whatever autograd thinks) have the same."""
-    numbers: dict[tuple[Any, ...], int] = {}
-    return {
-        key: numbers.setdefault((info.dtype, info.shape, info.strides, info.variant), len(numbers))
-        for key, info in infos.items()
-    }
+    """A number for each description, equal for equal ones."""
+    numbers: dict[ArrayInfo, int] = {}
+    return {position: numbers.setdefault(info, len(numbers)) for position, info in infos.items()}
 
 
 def _numpy_aliases(flat: FlatState) -> dict[int, int]:

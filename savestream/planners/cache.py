@@ -11,7 +11,6 @@ import msgspec
 import numpy as np
 import xxhash
 
-from savestream.arrays import ArrayInfo
 from savestream.errors import PlanError
 from savestream.planners.aliasing import alias_partition
 from savestream.planners.flattening import SHARDED, VALUE, FlatState
@@ -127,7 +126,9 @@ def _signatures(flat: FlatState) -> tuple[bytes, bytes]:
     table: dict[Any, int] = {}
     number = table.setdefault
     codes = [
-        number((leaf.dtype, leaf.shape, leaf.strides), len(table)) for leaf in flat.leaves if type(leaf) is np.ndarray
+        number((leaf.dtype, leaf.shape, leaf.strides), len(table))
+        for leaf in (flat.leaves if np.ndarray in flat.types else ())
+        if type(leaf) is np.ndarray
     ]
     rows = [repr(key) for key in table]
     if len(codes) + flat.kinds.count(VALUE) < len(flat.leaves):
@@ -137,18 +138,13 @@ def _signatures(flat: FlatState) -> tuple[bytes, bytes]:
 
 def _other_signatures(flat: FlatState, codes: list[int]) -> list[str]:
     """Append the kinds of the other arrays to ``codes``; the table of these kinds, then the sharded arrays."""
-    described, leaves = flat.described_arrays(), flat.leaves
-    table: dict[tuple[type, int], int] = {}
-    infos: list[ArrayInfo] = []
-    for position, info in zip(described.positions, described.infos, strict=True):
-        code = table.setdefault((type(leaves[position]), id(info)), len(table))
-        if code == len(infos):
-            infos.append(info)
-        codes.append(code)
-    positions = np.array(described.positions, np.uint32).tobytes()
-    rows = [f"{class_name(kind)} {info!r}" for (kind, _), info in zip(table, infos, strict=True)]
+    described = flat.described_arrays()
+    codes += described.firsts
+    whole = isinstance(described.positions, range)
+    positions = "all" if whole else np.array(described.positions, np.uint32).tobytes().hex()
+    rows = [f"{first} {class_name(type(flat.leaves[first]))} {info!r}" for first, info in described.infos.items()]
     sharded = [repr(_sharded_signature(flat, position)) for position in flat.positions(SHARDED)]
-    return [*rows, positions.hex(), *sharded]
+    return [*rows, positions, *sharded]
 
 
 def _sharded_signature(flat: FlatState, position: int) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from savestream.arrays import ArrayAdapter, ArrayInfo, adapter_for, adapter_of, array_refusal, plain_array_types
+from savestream.arrays import ArrayAdapter, ArrayInfo, adapter_for, array_refusal, plain_array_types
 from savestream.errors import PlanError, UnsafeObjectError
 from savestream.planners.containers import Category, category_of, container_node, container_token, contents
 from savestream.planners.paths import part_suffix
@@ -39,7 +39,7 @@ class FlatState:
         names it determines the structure.
     """
 
-    __slots__ = ("_described", "_root", "_tree", "flattened", "kinds", "leaves", "names", "tokens")
+    __slots__ = ("_described", "_root", "_tree", "_types", "flattened", "kinds", "leaves", "names", "tokens")
 
     def __init__(
         self, root: Any, names: list[str], leaves: list[Any], kinds: bytearray, tokens: list[str], flattened: bool
@@ -47,11 +47,19 @@ class FlatState:
         self._root = root
         self._tree: StateTree | None = None
         self._described: DescribedArrays | None = None
+        self._types: set[type] | None = None
         self.names = names
         self.leaves = leaves
         self.kinds = kinds
         self.tokens = tokens
         self.flattened = flattened
+
+    @property
+    def types(self) -> set[type]:
+        """The classes of the leaves."""
+        if self._types is None:
+            self._types = set(map(type, self.leaves))
+        return self._types
 
     def positions(self, kind: int) -> Iterator[int]:
         """Positions of the leaves of one kind."""
@@ -65,7 +73,7 @@ class FlatState:
         self.tree()
         self.leaves[position] = leaf
         self.kinds[position] = SHARDED
-        self._described = None
+        self._described = self._types = None
 
     def described_arrays(self) -> DescribedArrays:
         """Descriptions and addresses of the arrays that are not numpy's; found once.
@@ -92,26 +100,50 @@ class FlatState:
 
 
 class DescribedArrays(msgspec.Struct):
-    """Array leaves of other frameworks than numpy: position, description and address of each."""
+    """Array leaves of other frameworks than numpy.
 
-    positions: list[int]
-    infos: list[ArrayInfo]
+    Attributes
+    ----------
+    positions, addresses
+        Where each is among the leaves, and in memory.
+    firsts
+        The position of the first leaf that is like it in class and description.
+    infos
+        The descriptions of those first leaves, by position.
+    """
+
+    positions: Sequence[int]
     addresses: list[int]
+    firsts: list[int]
+    infos: dict[int, ArrayInfo]
 
 
 def _describe_arrays(flat: FlatState) -> DescribedArrays:
-    groups: dict[int, tuple[ArrayAdapter, list[int]]] = {}
-    for position, (leaf, kind) in enumerate(zip(flat.leaves, flat.kinds, strict=True)):
-        if kind == ARRAY and type(leaf) is not np.ndarray:
-            adapter = adapter_of(leaf)
-            groups.setdefault(id(adapter), (adapter, []))[1].append(position)
-    found = DescribedArrays([], [], [])
-    for adapter, positions in groups.values():
+    found = DescribedArrays([], [], [], {})
+    described: list[int] = []
+    groups: dict[int, tuple[ArrayAdapter, set[type]]] = {}
+    for kind in flat.types - {np.ndarray}:
+        adapter = adapter_for(kind)
+        if adapter is not None:
+            groups.setdefault(id(adapter), (adapter, set()))[1].add(kind)
+    for adapter, kinds in groups.values():
+        if flat.types == kinds:  # mostly all leaves are arrays of one framework
+            firsts, infos = adapter.describe(flat.leaves, flat.names)
+            return DescribedArrays(range(len(firsts)), adapter.addresses(flat.leaves), firsts, infos)
+        positions = _positions_of(flat, kinds)
         leaves = [flat.leaves[position] for position in positions]
-        found.positions += positions
-        found.infos += adapter.infos(leaves, [flat.names[position] for position in positions])
+        firsts, infos = adapter.describe(leaves, [flat.names[position] for position in positions])
+        described += positions
         found.addresses += adapter.addresses(leaves)
+        found.firsts += map(positions.__getitem__, firsts)
+        found.infos.update({positions[first]: info for first, info in infos.items()})
+    found.positions = described
     return found
+
+
+def _positions_of(flat: FlatState, kinds: set[type]) -> list[int]:
+    pairs = enumerate(zip(flat.leaves, flat.kinds, strict=True))
+    return [position for position, (leaf, kind) in pairs if kind == ARRAY and type(leaf) in kinds]
 
 
 def flatten(state: Any, *, allow_pickle: bool = False) -> FlatState:

@@ -112,7 +112,7 @@ class DefaultSavePlanner(SavePlanner):
 
     def _split_arrays(self, flat: FlatState) -> None:
         """Plan arrays that a framework holds in several places as the boxes that they consist of."""
-        if set(map(type, flat.leaves)) <= plain_array_types():
+        if flat.types <= plain_array_types():
             return
         for position in list(flat.positions(ARRAY)):
             leaf, name = flat.leaves[position], flat.names[position]

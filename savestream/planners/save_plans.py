@@ -73,7 +73,7 @@ def create_write_items(flat: FlatState, values: Mapping[str, CapturedValue]) -> 
     aliases = alias_partition(flat)
     indices: list[MetadataIndex | None] = []
     described = flat.described_arrays()
-    infos = dict(zip(described.positions, described.infos, strict=True))
+    infos = dict(zip(described.positions, map(described.infos.__getitem__, described.firsts), strict=True))
     for position, (name, leaf, kind) in enumerate(zip(flat.names, flat.leaves, flat.kinds, strict=True)):
         if kind == ARRAY:
             item = builder.tensor(name, leaf, infos.get(position))
@@ -117,7 +117,7 @@ class _ItemBuilder:
                 self._properties[dtype] = properties
         else:
             shape = info.shape
-            properties = self._properties_of(info.dtype, info.requires_grad)
+            properties = self._properties_of(info.dtype, bool(getattr(leaf, "requires_grad", False)))
         data = self._data.get((id(properties), shape))
         if data is None:
             data = self._data[id(properties), shape] = TensorWriteData(self._whole(shape), properties, shape)
