@@ -9,13 +9,13 @@ import math
 from collections.abc import Sequence
 
 import msgspec
-import numpy as np
 
 from savestream.arrays import dtype_from_name
 from savestream.errors import PlanError
 from savestream.pipeline.layout import FRAME_BYTES, Block, ChunkShape, Layout, plan_blocks, plan_layout
 from savestream.pipeline.limits import MAXIMUM_TABLE_ROWS
-from savestream.pipeline.manifest import ChunkTable, PlanSection, TensorTable, encode_plan_section
+from savestream.pipeline.manifest import PlanSection, encode_plan_section
+from savestream.pipeline.rank_tables import SectionTables
 from savestream.planners.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -29,7 +29,7 @@ from savestream.planners.plan import SavePlan, WriteItem
 from savestream.planners.state_dict import structure_for_items
 from savestream.planners.structure import LeafNode, MappingNode, StateTree
 
-__all__ = ["CompiledPlan", "compile_plan", "plane_width"]
+__all__ = ["CompiledPlan", "chunk_shape", "compile_plan", "plane_width"]
 
 _OPAQUE_KINDS = {"bytes": 1, "pickle": 2, "stored-json": 3}
 
@@ -158,12 +158,13 @@ def _chunk_shapes(items: Sequence[WriteItem]) -> list[ChunkShape]:
             continue
         shape = known.get(id(data))
         if shape is None:
-            shape = known[id(data)] = _shape_of(data.chunk.sizes, data.properties.dtype)
+            shape = known[id(data)] = chunk_shape(data.chunk.sizes, data.properties.dtype)
         shapes.append(shape)
     return shapes
 
 
-def _shape_of(sizes: tuple[int, ...], dtype: str) -> ChunkShape:
+def chunk_shape(sizes: tuple[int, ...], dtype: str) -> ChunkShape:
+    """A chunk of an array as the layout sees it."""
     itemsize = dtype_from_name(dtype).itemsize
     row = math.prod(sizes[1:]) * itemsize
     return ChunkShape(math.prod(sizes) * itemsize, max(itemsize, 1), max(row, 1), plane_width(dtype))
@@ -177,20 +178,17 @@ def _section(
     values: Sequence[WriteItem],
 ) -> PlanSection:
     names: list[str] = []
-    columns = _Columns()
-    raw_offsets: list[int] = []
+    tables = SectionTables()
     for fqn, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
             names.append(fqn)
-            columns.add(0, entry)
-            raw_offsets += [_place_of(places, fqn, chunk) for chunk in entry.chunks]
+            tables.add(0, entry, [_place_of(places, fqn, chunk) for chunk in entry.chunks])
     for item, offset in zip(opaque, opaque_offsets, strict=True):
         assert item.bytes_io_data is not None  # noqa: S101 - sorted so above
         size = (item.bytes_io_data.nbytes,)
         names.append(item.index.fqn)
         described = TensorStorageMetadata(TensorProperties("uint8"), size, (ChunkStorageMetadata((0,), size),))
-        columns.add(_OPAQUE_KINDS[item.bytes_io_data.encoding], described)
-        raw_offsets.append(offset)
+        tables.add(_OPAQUE_KINDS[item.bytes_io_data.encoding], described, [offset])
     value_names = [item.index.fqn for item in values]
     _check_values(metadata, [*value_names, *(item.index.fqn for item in opaque)])
     data = metadata.planner_data
@@ -198,10 +196,10 @@ def _section(
     tree, stored = _with_stored_names(structure_for_items(tree, [*names, *value_names]))
     names, value_names = ([stored.get(name, name) for name in part] for part in (names, value_names))
     return PlanSection(
-        dtypes=list(columns.dtypes),
+        dtypes=tables.dtypes,
         tree=tree,
-        tensors=columns.tensors(),
-        chunks=columns.chunks(raw_offsets),
+        tensors=tables.tensors(),
+        chunks=tables.chunks(),
         tensor_names=names,
         value_names=value_names,
     )
@@ -244,53 +242,4 @@ def _check_values(metadata: Metadata, written: Sequence[str]) -> None:
         raise PlanError(
             f"{lost[0]}: the metadata has a value that no item of the finished plan writes; leave items out in "
             "create_local_plan, before the metadata is made"
-        )
-
-
-class _Columns:
-    """The tensor and chunk tables while they are filled; descriptions that many tensors share are looked at once."""
-
-    def __init__(self) -> None:
-        self.dtypes: dict[str, int] = {}
-        self._known: dict[int, tuple[TensorStorageMetadata, int, list[int], list[int]]] = {}
-        self._kind: list[int] = []
-        self._dtype: list[int] = []
-        self._ndim: list[int] = []
-        self._shape: list[int] = []
-        self._n_chunks: list[int] = []
-        self._offsets: list[int] = []
-        self._sizes: list[int] = []
-
-    def add(self, kind: int, entry: TensorStorageMetadata) -> None:
-        """Append a tensor and its chunks."""
-        known = self._known.get(id(entry))
-        if known is None:
-            dtype = self.dtypes.setdefault(entry.properties.dtype, len(self.dtypes))
-            offsets = [offset for chunk in entry.chunks for offset in chunk.offsets]
-            sizes = [size for chunk in entry.chunks for size in chunk.sizes]
-            known = self._known[id(entry)] = (entry, dtype, offsets, sizes)
-        _, dtype, offsets, sizes = known
-        self._kind.append(kind)
-        self._dtype.append(dtype)
-        self._ndim.append(len(entry.size))
-        self._shape += entry.size
-        self._n_chunks.append(len(entry.chunks))
-        self._offsets += offsets
-        self._sizes += sizes
-
-    def tensors(self) -> TensorTable:
-        return TensorTable(
-            kind=np.array(self._kind, np.uint8),
-            dtype=np.array(self._dtype, np.uint32),
-            ndim=np.array(self._ndim, np.uint8),
-            shape=np.array(self._shape, np.int64),
-            n_chunks=np.array(self._n_chunks, np.uint32),
-        )
-
-    def chunks(self, raw_offsets: Sequence[int]) -> ChunkTable:
-        return ChunkTable(
-            part=np.zeros(len(raw_offsets), np.uint32),
-            raw_offset=np.array(raw_offsets, np.int64),
-            offsets=np.array(self._offsets, np.int64),
-            sizes=np.array(self._sizes, np.int64),
         )

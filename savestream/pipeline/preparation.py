@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -14,7 +14,6 @@ from savestream.arrays import HostArray, dtype_from_name, host_view, is_array
 from savestream.errors import PlanError
 from savestream.pipeline.compiled_plan import CompiledPlan, compile_plan
 from savestream.pipeline.coordination import Coordinator
-from savestream.pipeline.layout import Block, Piece
 from savestream.pipeline.save_request import SaveRequest
 from savestream.pipeline.sources import ChunkSources, LiveSources, ResolvedSources
 from savestream.planners.base import SavePlanner
@@ -23,7 +22,7 @@ from savestream.planners.metadata import StorageMeta
 from savestream.planners.plan import SavePlan, WriteItem
 from savestream.planners.values import encode_value
 
-__all__ = ["Prepared", "created_bytes", "no_sources", "prepare"]
+__all__ = ["Prepared", "no_sources", "prepare"]
 
 _LAYOUT_VERSION = b"layout-1"
 
@@ -150,17 +149,3 @@ def _resolve(planner: SavePlanner, item: WriteItem) -> HostArray:
 def no_sources() -> ChunkSources:
     """For a save whose blocks are all filled: it must not reach for the state any more."""
     return ChunkSources()
-
-
-def created_bytes(prepared: Prepared, blocks: Sequence[Block]) -> int:
-    """The most that one lane's planner-made chunks hold at once."""
-    if not prepared.creates:
-        return 0
-    items, order = prepared.compiled.chunk_items, prepared.compiled.layout.order.tolist()
-    largest = 0
-    for block in blocks:
-        chunks: set[int] = set()
-        for piece in block.pieces:
-            chunks.update([piece.chunk] if isinstance(piece, Piece) else order[piece.first : piece.last])
-        largest = max(largest, sum(items[chunk].chunk_nbytes for chunk in chunks))
-    return largest
