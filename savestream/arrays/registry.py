@@ -11,6 +11,7 @@ import numpy as np
 from savestream.arrays.adapter import ArrayAdapter, ArrayInfo
 from savestream.arrays.elements import HostArray
 from savestream.arrays.file_arrays import FileArray, FileArrayAdapter
+from savestream.arrays.jax_arrays import is_jax_type, jax_adapter_for, jax_refusal
 from savestream.arrays.numpy_arrays import NUMPY_TYPES, NumpyAdapter
 from savestream.arrays.torch_tensors import is_torch_type, torch_adapter_for, torch_refusal
 from savestream.errors import PlanError, UnsafeObjectError
@@ -45,6 +46,8 @@ def _find(kind: type) -> ArrayAdapter | None:
         return _FILES
     if is_torch_type(kind):
         return torch_adapter_for(kind)
+    if is_jax_type(kind):
+        return jax_adapter_for(kind)
     return None
 
 
@@ -76,9 +79,10 @@ def framework_adapter(framework: str) -> ArrayAdapter:
     module = sys.modules.get(framework)
     if module is None:
         raise PlanError(f"framework={framework!r}: import {framework} first; savestream does not import it by itself")
-    adapter = adapter_for(module.Tensor) if framework == "torch" else None
+    kind = getattr(module, "Tensor" if framework == "torch" else "ShapeDtypeStruct", None)
+    adapter = adapter_for(kind) if kind is not None else None
     if adapter is None:
-        raise PlanError(f"framework={framework!r}: use 'numpy' or 'torch'")
+        raise PlanError(f"framework={framework!r}: {framework} is not the package of that name, or is being imported")
     return adapter
 
 
@@ -89,6 +93,8 @@ def array_refusal(value: Any) -> str | None:
         return "store a masked array's data and mask as two arrays, another subclass of ndarray as numpy.asarray of it"
     if is_torch_type(kind) and adapter_for(kind) is None:
         return torch_refusal(value)
+    if is_jax_type(kind) and adapter_for(kind) is None:
+        return jax_refusal(value)
     return None
 
 
