@@ -1,4 +1,4 @@
-"""Command line: ``python -m benchmarks large|small|memory``, or all three without a name."""
+"""Command line: ``python -m benchmarks NAME``, or all of them without a name."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 
-from benchmarks import large, memory, small
+from benchmarks import large, memory, small, tensors
 from benchmarks.report import Report
 
 _COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace, int], Report], str]]
 _COMMANDS = {
     "large": (large.add_arguments, large.run, "a GPT-2 train state beside DCP, torch.save and torchsnapshot"),
     "small": (small.add_arguments, small.run, "tens of thousands of small arrays"),
+    "tensors": (tensors.add_arguments, tensors.run, "torch tensors beside numpy arrays, and replans beside DCP's"),
     "memory": (memory.add_arguments, memory.run, "peak memory of a save and of a load"),
 }
 

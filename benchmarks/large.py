@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import argparse
 import functools
-import statistics
-import time
 
 import numpy as np
 
-from benchmarks.floors import COPY, READ, WRITE, DiskFloors, MemoryFloor
-from benchmarks.machine import Machine, describe_machine, make_durable, working_directory
+from benchmarks.floors import COPY, READ, WRITE, DiskFloors
+from benchmarks.machine import Machine, describe_machine, working_directory
 from benchmarks.measuring import Goal, Ratio, Samples, Turn, judge_ratio, paired_ratio, run_rounds
 from benchmarks.report import Report
 from benchmarks.stages import stages_of_one_run
-from benchmarks.states import Tree, gpt2_layers_for, gpt2_train_state, map_leaves, poison, require_equal, total_bytes
+from benchmarks.stalls import StallTurn, background_label, pool_for, stall_label
+from benchmarks.states import gpt2_layers_for, gpt2_train_state, map_leaves, total_bytes
 from benchmarks.systems import LOAD_INTO, LOAD_NEW, SAVE, peer_systems, run_system, savestream_system
-from savestream import PlanCache, SaveOptions, StagingPool, blocking
+from savestream import SaveOptions
 from savestream.pipeline.options import Compression
 
 __all__ = ["add_arguments", "run"]
 
-STALL = "savestream: start_save stall, warm pool"
-BACKGROUND = "savestream: start_save until durable"
+STALL, BACKGROUND = stall_label("savestream"), background_label("savestream")
 _QUICK = {"layers": 1, "width": 96, "vocabulary": 4096}
-_MEBIBYTE = 1 << 20
-_STALLS_PER_ROUND = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,12 +41,12 @@ def run(arguments: argparse.Namespace, rounds: int) -> Report:
     target = map_leaves(np.zeros_like, state)
     nbytes = total_bytes(state)
     machine = Machine(2 * nbytes, drop_all_caches=not arguments.quick)
-    with working_directory(arguments.root) as directory, _pool_for(nbytes) as pool:
+    with working_directory(arguments.root) as directory, pool_for(nbytes) as pool:
         compression: Compression = arguments.compression
         own = savestream_system(state, target, compression=compression)
         peers, absent = peer_systems(state, target)
         floors = DiskFloors(machine, f"{directory}/floors", nbytes)
-        stall = _StallTurn(machine, f"{directory}/stall", state, target, pool, compression)
+        stall = StallTurn(machine, f"{directory}/stall", state, target, pool, compression)
         turns = [Turn("floors", floors.run), Turn("savestream start_save", stall.run)]
         for system in [own, *peers]:
             place = f"{directory}/{system.name}"
@@ -71,49 +67,6 @@ def run(arguments: argparse.Namespace, rounds: int) -> Report:
             ),
             notes=[f"state: {nbytes / 2**30:.3f} GiB; cold loads by {machine.eviction}"],
         )
-
-
-def _pool_for(nbytes: int) -> StagingPool:
-    """Room for the whole state and what the writing lanes hold beside it."""
-    return StagingPool(nbytes + nbytes // 4 + 256 * _MEBIBYTE)
-
-
-class _StallTurn:
-    """What a trainer waits for: ``start_save`` into a warm pool, next to a plain copy of the same state."""
-
-    def __init__(
-        self, machine: Machine, directory: str, state: Tree, target: Tree, pool: StagingPool, compression: Compression
-    ) -> None:
-        self._machine = machine
-        self._directory = directory
-        self._place = f"{directory}/checkpoint"
-        self._state = state
-        self._target = target
-        self._options = SaveOptions(compression=compression, staging_pool=pool)
-        self._cache = PlanCache()
-        self._floor = MemoryFloor(state)
-
-    def run(self) -> dict[str, float]:
-        """A few copies and saves in alternation, since each is so short; their medians are the round's samples."""
-        samples: dict[str, list[float]] = {COPY: [], STALL: [], BACKGROUND: []}
-        for _ in range(_STALLS_PER_ROUND):
-            self._once(samples)
-        require_equal(blocking.load(self._place, self._target), self._state, "start_save")
-        self._machine.clear(self._directory)
-        return {name: statistics.median(values) for name, values in samples.items()}
-
-    def _once(self, samples: dict[str, list[float]]) -> None:
-        self._machine.clear(self._directory)
-        poison(self._target)
-        samples[COPY].append(self._floor.seconds())
-        stalled, handle = self._machine.timed(
-            lambda: blocking.start_save(self._state, self._place, options=self._options, plan_cache=self._cache)
-        )
-        started = time.perf_counter()
-        handle.result()
-        make_durable(self._directory)
-        samples[STALL].append(stalled)
-        samples[BACKGROUND].append(stalled + time.perf_counter() - started)
 
 
 def _ratios(samples: Samples) -> list[Ratio]:

@@ -11,11 +11,12 @@ import numpy as np
 
 from benchmarks.machine import Machine, count_files, describe_machine, working_directory
 from benchmarks.measuring import Goal, Ratio, Samples, Turn, judge_ratio, paired_ratio, run_rounds
+from benchmarks.replans import dcp_replan_turn, replan_label, replan_turn
 from benchmarks.report import Report
 from benchmarks.stages import stages_of_one_run
-from benchmarks.states import many_arrays, map_leaves
+from benchmarks.states import as_tensor, many_arrays, map_leaves
 from benchmarks.systems import LOAD_INTO, LOAD_NEW, SAVE, peer_systems, run_system, savestream_system
-from savestream import DefaultSavePlanner, PlanCache, SaveOptions, blocking
+from savestream import PlanCache, SaveOptions, blocking
 
 __all__ = ["add_arguments", "run"]
 
@@ -86,34 +87,20 @@ class _Bench:
         )
         turns.append(Turn("savestream replan", self._replan_turn(state)))
         if "DCP" not in absent:
-            turns.append(Turn("DCP replan", self._dcp_replan_turn(peers_state=state)))
+            turns.append(Turn("DCP replan", dcp_replan_turn(self.machine, map_leaves(as_tensor, state))))
         return turns, absent
 
     def _place(self, name: str) -> str:
         return f"{self._directory}/{name}"
 
     def _replan_turn(self, state: dict[str, Any]) -> Callable[[], dict[str, float]]:
-        """What a save of an unchanged state does before it stages: leaves, values, fingerprint, look-up."""
-        cache = PlanCache()
-
-        def replan() -> bool:
-            planner = DefaultSavePlanner()
-            planner.set_up_planner(state, None, True)
-            planner.capture_values()
-            fingerprint = planner.plan_fingerprint()
-            assert fingerprint is not None
-            hit = cache.get(fingerprint) is not None
-            if not hit:
-                cache.put(fingerprint, planner.create_local_plan())
-            return hit
+        """What a save of an unchanged state does before it stages, and a whole save that finds its plan cached."""
+        replan = replan_turn(self.machine, state, "savestream")
 
         def run() -> dict[str, float]:
-            seconds, hit = self.machine.timed(replan)
-            assert hit, "an unchanged state missed the plan cache"
-            return {_REPLAN.format("savestream"): seconds, **self._cached_save(state, saves_cache)}
+            return {**replan(), **self._cached_save(state, saves_cache)}
 
         saves_cache = PlanCache()
-        replan()
         self._cached_save(state, saves_cache)
         return run
 
@@ -131,42 +118,12 @@ class _Bench:
             "savestream: planning within it": info.statistics.stages["plan"].busy_seconds,
         }
 
-    def _dcp_replan_turn(self, peers_state: dict[str, Any]) -> Callable[[], dict[str, float]]:
-        """The same of DCP: its planner's whole round of calls, from the third time on, with its plans cached."""
-        import torch
-        from torch.distributed import checkpoint as dcp
-
-        state = map_leaves(torch.from_numpy, peers_state)
-        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
-        primed = False
-
-        def replan() -> None:
-            planner.set_up_planner(state, is_coordinator=True)
-            plans, _ = planner.create_global_plan([planner.create_local_plan()])
-            planner.finish_plan(plans[0])
-
-        def run() -> dict[str, float]:
-            nonlocal primed
-            if (
-                not primed
-            ):  # not earlier: its cache belongs to the planner's class, so another planner would displace it
-                replan()
-                replan()
-                primed = True
-            seconds, _ = self.machine.timed(replan)
-            return {_REPLAN.format("DCP"): seconds}
-
-        return run
-
     def count_files(self, state: dict[str, Any]) -> int:
         """How many files savestream writes for ``state``."""
         directory = self._place("files")
         self.machine.clear(directory)
         blocking.save(state, f"{directory}/checkpoint")
         return count_files(directory)
-
-
-_REPLAN = "{}: replan of an unchanged state"
 
 
 def _grown(name: str) -> str:
@@ -181,7 +138,7 @@ def _ratios(samples: Samples) -> list[Ratio]:
         (f"torch.save: {LOAD_NEW}", f"savestream: {LOAD_NEW}"),
         (f"torchsnapshot: {SAVE}", f"savestream: {SAVE}"),
         (f"torchsnapshot: {LOAD_INTO}", f"savestream: {LOAD_INTO}"),
-        (_REPLAN.format("DCP"), _REPLAN.format("savestream")),
+        (replan_label("DCP"), replan_label("savestream")),
         (f"savestream: {SAVE}", "savestream: save, plan cached"),
     ]
     return [ratio for pair in pairs if (ratio := paired_ratio(samples, *pair)) is not None]

@@ -6,7 +6,7 @@ from benchmarks.machine import Machine
 from benchmarks.states import Tree
 from savestream import Event, LoadFinished, SaveOptions, Statistics, blocking
 
-__all__ = ["stages_of_one_run"]
+__all__ = ["Stages", "stages_of_one_run"]
 
 Stages = dict[str, dict[str, dict[str, float]]]
 

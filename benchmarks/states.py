@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 __all__ = [
     "Tree",
+    "as_tensor",
     "flat_items",
     "gpt2_layers_for",
     "gpt2_train_state",
@@ -98,6 +99,13 @@ def map_leaves(function: Callable[[Any], Any], tree: Tree) -> Tree:
     return {
         key: map_leaves(function, value) if isinstance(value, dict) else function(value) for key, value in tree.items()
     }
+
+
+def as_tensor(array: Any) -> Any:
+    """A torch tensor over the same memory."""
+    import torch
+
+    return torch.from_numpy(array)
 
 
 def flat_items(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Any]]:

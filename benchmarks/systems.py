@@ -7,10 +7,9 @@ import importlib
 import logging
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from benchmarks.machine import Machine, make_durable
-from benchmarks.states import Tree, flat_items, map_leaves, poison, require_equal
+from benchmarks.states import Tree, as_tensor, flat_items, map_leaves, poison, require_equal
 from savestream import SaveOptions, blocking
 from savestream.pipeline.options import Compression
 
@@ -75,7 +74,7 @@ def peer_systems(state: Tree, target: Tree) -> tuple[list[System], dict[str, str
     for name, (module, make) in makers.items():
         problem = _import_problem(module)
         if problem is None:
-            systems.append(make(*(map_leaves(_from_numpy, tree) for tree in (state, target))))
+            systems.append(make(*(map_leaves(as_tensor, tree) for tree in (state, target))))
         else:
             absent[name] = problem
     return systems, absent
@@ -90,12 +89,6 @@ def _import_problem(module: str) -> str | None:
         except Exception as error:  # an old library beside a new one may fail in any way
             return f"{type(error).__name__}: {error}"
     return None
-
-
-def _from_numpy(array: Any) -> Any:
-    import torch
-
-    return torch.from_numpy(array)
 
 
 def _dcp(state: Tree, target: Tree) -> System:
