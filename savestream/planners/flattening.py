@@ -11,7 +11,15 @@ import numpy as np
 
 from savestream.arrays import ArrayAdapter, ArrayInfo, adapter_for, array_refusal, plain_array_types
 from savestream.errors import PlanError, UnsafeObjectError
-from savestream.planners.containers import Category, category_of, container_node, container_token, contents
+from savestream.planners.containers import (
+    MAPPINGS,
+    SEQUENCES,
+    Category,
+    category_of,
+    container_node,
+    container_token,
+    contents,
+)
 from savestream.planners.paths import part_suffix
 from savestream.planners.sharding import is_sharded
 from savestream.planners.structure import LeafNode, MappingNode, StateTree
@@ -39,18 +47,17 @@ class FlatState:
         names it determines the structure.
     """
 
-    __slots__ = ("_described", "_root", "_tree", "_types", "flattened", "kinds", "leaves", "names", "tokens")
+    __slots__ = ("_described", "_opened", "_root", "_tree", "_types", "flattened", "kinds", "leaves", "names", "tokens")
 
-    def __init__(
-        self, root: Any, names: list[str], leaves: list[Any], kinds: bytearray, tokens: list[str], flattened: bool
-    ) -> None:
+    def __init__(self, root: Any, walker: _Walker, tokens: list[str], flattened: bool) -> None:
         self._root = root
+        self._opened = walker.opened
         self._tree: StateTree | None = None
         self._described: DescribedArrays | None = None
         self._types: set[type] | None = None
-        self.names = names
-        self.leaves = leaves
-        self.kinds = kinds
+        self.names = walker.names
+        self.leaves = walker.leaves
+        self.kinds = walker.kinds
         self.tokens = tokens
         self.flattened = flattened
 
@@ -91,7 +98,7 @@ class FlatState:
         """The nesting of the state; built when first asked for."""
         if self._tree is None:
             if self.flattened:
-                builder = _TreeBuilder(self.names, self.leaves)
+                builder = _TreeBuilder(self.names, self.leaves, self._opened)
                 self._tree = builder.build(self._root)
                 builder.check_complete()
             else:
@@ -164,7 +171,7 @@ def flatten(state: Any, *, allow_pickle: bool = False) -> FlatState:
         walker.add(state, "", 0)
     else:
         walker.walk(state, category, "", 0)
-    return FlatState(state, walker.names, walker.leaves, walker.kinds, walker.tokens, True)
+    return FlatState(state, walker, walker.tokens, True)
 
 
 def flatten_top_level(state: Any, *, allow_pickle: bool = False) -> FlatState:
@@ -179,11 +186,27 @@ def flatten_top_level(state: Any, *, allow_pickle: bool = False) -> FlatState:
             walker.add(leaf, name, 1)
         else:
             walker.append(name, leaf, VALUE)  # encoding refuses arrays inside
-    return FlatState(state, walker.names, walker.leaves, walker.kinds, ["flat"], False)
+    return FlatState(state, walker, ["flat"], False)
+
+
+class _Opened:
+    """Looks into containers, once into each: JAX makes the children of some of its nodes anew whenever it looks."""
+
+    __slots__ = ("_known",)
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, Sequence[object], Sequence[Any]]] = {}
+
+    def contents(self, container: Any, category: Category, name: str) -> tuple[Sequence[object], Sequence[Any]]:
+        known = self._known.get(id(container))
+        if known is None:
+            known = self._known[id(container)] = (container, *contents(container, category, name))
+        return known[1:]
 
 
 class _Walker:
     def __init__(self, allow_pickle: bool) -> None:
+        self.opened = _Opened()
         self.names: list[str] = []
         self.leaves: list[Any] = []
         self.kinds = bytearray()
@@ -206,7 +229,7 @@ class _Walker:
             raise PlanError(f"{name}: nested more than {MAXIMUM_DEPTH} levels deep; flatten it")
         self._active.add(id(container))
         mark, token_mark, arrays = len(self.names), len(self.tokens), self._arrays
-        suffixes, children = _suffixes_and_children(container, category, name)
+        suffixes, children = self._suffixes_and_children(container, category, name)
         kinds = set(map(type, children))
         if kinds and kinds <= self._plain:  # most arrays lie among arrays only
             self.names += [name + suffix for suffix in suffixes] if name else suffixes
@@ -243,6 +266,17 @@ class _Walker:
                 else:
                     self.walk(child, inner, name + suffix, depth + 1)
 
+    def _suffixes_and_children(
+        self, container: Any, category: Category, name: str
+    ) -> tuple[Sequence[str], Iterable[Any]]:
+        kind, first = type(container), not name
+        if kind in MAPPINGS:
+            return _key_suffixes(container, first), container.values()
+        if kind in SEQUENCES:
+            return [f"[{position}]" for position in range(len(container))], container
+        parts, children = self.opened.contents(container, category, name)
+        return [part_suffix(part, first=first) for part in parts], children
+
     def _token(self, container: Any, category: Category, name: str) -> str:
         try:
             return container_token(container, category, name)
@@ -269,16 +303,6 @@ class _Walker:
             raise refusal(leaf, name)
 
 
-def _suffixes_and_children(container: Any, category: Category, name: str) -> tuple[Sequence[str], Iterable[Any]]:
-    first = not name
-    if category == "mapping":
-        return _key_suffixes(container, first), container.values()
-    if category == "sequence":
-        return [f"[{position}]" for position in range(len(container))], container
-    fields, children = contents(container, category, name)
-    return [part_suffix(field, first=first) for field in fields], children
-
-
 def _key_suffixes(mapping: Any, first: bool) -> Sequence[str]:
     """The texts that the keys add to a name. Plain str keys are checked all at once."""
     if set(map(type, mapping)) == {str}:
@@ -291,7 +315,8 @@ def _key_suffixes(mapping: Any, first: bool) -> Sequence[str]:
 class _TreeBuilder:
     """Builds the tree by a second walk: whatever is the next leaf is one, everything else is a container."""
 
-    def __init__(self, names: list[str], leaves: list[Any]) -> None:
+    def __init__(self, names: list[str], leaves: list[Any], opened: _Opened) -> None:
+        self._opened = opened
         self._names = names
         self._leaves = leaves
         self._position = 0
@@ -304,12 +329,12 @@ class _TreeBuilder:
         category = category_of(value)
         if category is None:
             raise _changed()
-        if category == "mapping":
+        if type(value) in MAPPINGS:
             children: Any = value.values()
-        elif category == "sequence":
+        elif type(value) in SEQUENCES:
             children = value
         else:
-            children = contents(value, category, "")[1]
+            children = self._opened.contents(value, category, "")[1]
         return container_node(value, category, tuple([self.build(child) for child in children]), "")
 
     def check_complete(self) -> None:
