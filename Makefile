@@ -13,7 +13,7 @@ BENCH = .venv-bench/bin/python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all lint format bench clean check-python
+.PHONY: help demo test test-all test-rest lint format bench clean check-python
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,8 +25,10 @@ test: .venv-test/stamp  ## linters and the light test suite, without any framewo
 	$(MAKE) --no-print-directory lint
 	$(TEST) -m pytest -x -m "not slow and not frameworks"
 
-test-all: .venv-test-all/stamp  ## the whole test suite, slow tests, PyTorch and JAX included
-	$(TEST_ALL) -m pytest
+test-all: test test-rest  ## the whole test suite
+
+test-rest: .venv-test-all/stamp  ## what 'make test' leaves out: slow tests, and those with PyTorch and JAX
+	$(TEST_ALL) -m pytest -m "slow or frameworks"
 
 lint: .venv-test/stamp  ## ruff and mypy
 	$(TEST) -m ruff check .
