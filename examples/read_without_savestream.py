@@ -3,9 +3,10 @@
     python read_without_savestream.py CHECKPOINT
 
 prints every leaf. ``read_checkpoint(path)`` returns the state: containers and Python values, numpy arrays as leaves.
-Namedtuples come back as tuples, dataclasses as dicts, enum members as their values, pickles as their bytes: nothing
-that the files hold is executed. Without ``ml_dtypes`` its types come back as unsigned integers of the same bits. With
-``xxhash`` every frame's digest is checked; SHA-256 of root and parts always is.
+Namedtuples come back as tuples, dataclasses as dicts, enum members as their values, objects of frameworks and random
+generators as their states, pickles as their bytes: nothing that the files hold is executed. Without ``ml_dtypes`` its
+types come back as unsigned integers of the same bits. With ``xxhash`` every frame's digest is checked; SHA-256 of root
+and parts always is.
 
 It follows docs/format.md, whose section numbers stand in the comments, and doubles as a test of that document.
 """
@@ -159,6 +160,8 @@ def build(node: dict[str, Any], tensor: Callable[[int], Any], value: Callable[[i
                 return tuple(pairs.values())
             if kind == "defaultdict":
                 return collections.defaultdict(FACTORIES.get(node["factory"]), pairs)
+            if "metadata" in node:
+                return with_metadata(pairs, decode_value(node["metadata"]))
             return {"OrderedDict": collections.OrderedDict, "Counter": counter}.get(kind, dict)(pairs)
     raise FormatError(f"a tree node of unknown kind: {list(node)}")
 
@@ -170,6 +173,13 @@ FACTORIES = {kind.__name__: kind for kind in (list, dict, int, float, str, set, 
 def counter(pairs: dict[Any, Any]) -> collections.Counter:
     found: collections.Counter = collections.Counter()
     dict.update(found, pairs)  # Counter.update would add
+    return found
+
+
+def with_metadata(pairs: dict[Any, Any], metadata: Any) -> collections.OrderedDict:
+    """What PyTorch's ``state_dict()`` returned: its attribute tells the version of each module's entries."""
+    found: Any = collections.OrderedDict(pairs)
+    found._metadata = metadata
     return found
 
 
@@ -223,12 +233,14 @@ TAGS: dict[str, Callable[[Any], Any]] = {
     "$frozenset": lambda body: frozenset(map(decode_value, body)),
     "$dict": decode_pairs,
     "$odict": lambda body: collections.OrderedDict(decode_pairs(body)),
+    "$state_dict": lambda body: with_metadata(decode_pairs(body[0]), decode_value(body[1])),
     "$counter": lambda body: counter(decode_pairs(body)),
     "$defaultdict": lambda body: collections.defaultdict(FACTORIES.get(body[0]), decode_pairs(body[1])),
     "$deque": lambda body: collections.deque(map(decode_value, body[0]), body[1]),
     "$namedtuple": lambda body: tuple(map(decode_value, body[2])),
     "$dataclass": lambda body: dict(zip(body[1], map(decode_value, body[2]), strict=True)),
     "$enum": lambda body: decode_value(body[2]),
+    "$object": lambda body: decode_value(body[1]),
     "$scalar": decode_scalar,
     "$npstr": lambda body: np.str_(decode_value(body)),
     "$npbytes": lambda body: np.bytes_(base64.b64decode(body)),

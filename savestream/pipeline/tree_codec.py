@@ -3,6 +3,7 @@
 ==========================================================  ====================================================
 ``{"t":i}``, ``{"v":j}``                                    leaf: tensor ``i``, value ``j``
 ``{"dict":[[key,node],...]}``                               likewise ``OrderedDict``, ``Counter``
+``{"OrderedDict":[[key,node],...],"metadata":value}``       one that carries ``_metadata``; ``value`` is encoded
 ``{"defaultdict":[[key,node],...],"factory":name}``         ``name`` of a builtin, or null
 ``{"list":[node,...]}``, ``{"tuple":[node,...]}``
 ``{"deque":[node,...],"maxlen":n}``                         ``n`` or null
@@ -19,8 +20,8 @@ from json.encoder import encode_basestring_ascii
 from typing import cast
 
 from savestream.errors import SavestreamError
-from savestream.pipeline.limits import MAXIMUM_DEPTH, FormatViolation
-from savestream.pipeline.strict_json import JsonValue, json_text, member, require
+from savestream.pipeline.limits import MAXIMUM_DEPTH, MAXIMUM_JSON_NESTING, FormatViolation
+from savestream.pipeline.strict_json import JsonValue, json_text, member, nesting_depth, parse_json, require
 from savestream.planners.paths import part_suffix
 from savestream.planners.structure import LeafNode, MappingNode, RecordNode, SequenceNode, StateTree
 from savestream.planners.values import decode_value, encode_value
@@ -69,12 +70,16 @@ class _TreeWriter:
     def __init__(self, tensor_names: Sequence[str], value_names: Sequence[str]) -> None:
         self._leaves = {name: f'{{"t":{number}}}' for number, name in enumerate(tensor_names)}
         self._leaves.update((name, f'{{"v":{number}}}') for number, name in enumerate(value_names))
+        self._holds_values = False
         require(len(self._leaves) == len(tensor_names) + len(value_names), "two leaves have the same name")
 
     def text(self, tree: StateTree) -> str:
         text = self._node(tree, "", 0)
         if self._leaves:
             raise FormatViolation(f"{next(iter(self._leaves))!r} is no leaf of the tree")
+        if self._holds_values:  # a node nests four deep at most, but a value within it as deep as it likes
+            depth = nesting_depth(text.encode()) + 1
+            require(depth <= MAXIMUM_JSON_NESTING, f"keys or metadata make the tree nest {depth} deep; flatten them")
         return text
 
     def _node(self, node: StateTree, name: str, depth: int) -> str:
@@ -91,7 +96,14 @@ class _TreeWriter:
             return f'{{"{node.kind}":[{",".join(self._pairs(node.fields, node.children, name, depth))}]{extra}}}'
         _check_unique(node.keys, len(node.children), name)
         extra = f',"factory":{json_text(node.extra)}' if node.kind == "defaultdict" else ""
+        if node.kind == "OrderedDict" and node.extra is not None:
+            extra = f',"metadata":{json_text(parse_json(node.extra.encode()))}'
+            self._holds_values = True
         return f'{{"{node.kind}":[{",".join(self._pairs(node.keys, node.children, name, depth))}]{extra}}}'
+
+    def _value(self, value: object, name: str) -> str:
+        self._holds_values = True
+        return json_text(encode_value(value, name))
 
     def _leaf(self, node: LeafNode, name: str) -> str:
         if node.fqn != name:
@@ -107,7 +119,7 @@ class _TreeWriter:
     def _pairs(self, keys: Sequence[object], children: Sequence[StateTree], name: str, depth: int) -> list[str]:
         pairs = []
         for key, child in zip(keys, children, strict=True):
-            key_text = encode_basestring_ascii(key) if type(key) is str else json_text(encode_value(key, name))
+            key_text = encode_basestring_ascii(key) if type(key) is str else self._value(key, name)
             child_text = self._node(child, name + _suffix(key, not name), depth + 1)
             pairs.append(f"[{key_text},{child_text}]")
         return pairs
@@ -133,7 +145,7 @@ class _TreeReader:
             return SequenceNode(kind, items, _maximum_length(node.get("maxlen"), len(items), kind, name))
         keys, children = self._pairs(body, name, depth)
         if kind in _MAPPINGS:
-            return MappingNode(kind, keys, children, _optional_text(node.get("factory"), kind == "defaultdict", name))
+            return MappingNode(kind, keys, children, _extra(node, kind, name))
         require(all(type(key) is str for key in keys), f"tree: {name!r} has fields that are no strings")
         return RecordNode(kind, member(node, "type", str), cast("tuple[str, ...]", keys), children)
 
@@ -201,11 +213,13 @@ def _maximum_length(value: JsonValue, length: int, kind: str, name: str) -> int 
     return cast("int", value)
 
 
-def _optional_text(value: JsonValue, expected: bool, name: str) -> str | None:
-    if not expected or value is None:
-        return None
-    require(type(value) is str, f"tree: {name!r} has a factory that is no name")
-    return cast("str", value)
+def _extra(node: dict[str, JsonValue], kind: str, name: str) -> str | None:
+    if kind == "OrderedDict" and "metadata" in node:
+        decode_value(node["metadata"], key=f"the metadata of {name!r}")  # refuses what is no value
+        return json_text(node["metadata"])
+    factory = node.get("factory") if kind == "defaultdict" else None
+    require(factory is None or type(factory) is str, f"tree: {name!r} has a factory that is no name")
+    return cast("str | None", factory)
 
 
 def _by_number(names: dict[int, str], what: str) -> list[str]:

@@ -34,7 +34,7 @@ from savestream.planners.plan import (
     WriteItem,
     WriteItemType,
 )
-from savestream.planners.recorded import RecordedDataclass, RecordedEnum, RecordedTuple
+from savestream.planners.recorded import RecordedDataclass, RecordedEnum, RecordedObject, RecordedTuple
 from savestream.planners.sharding import CheckpointableTensor, ShardedArray
 from savestream.planners.state_dict import flatten_state_dict, structure_for_items, unflatten_state_dict
 from savestream.planners.structure import LeafNode, MappingNode, RecordNode, SequenceNode, StateTree
@@ -64,6 +64,7 @@ __all__ = [
     "RecordNode",
     "RecordedDataclass",
     "RecordedEnum",
+    "RecordedObject",
     "RecordedTuple",
     "SavePlan",
     "SavePlanner",

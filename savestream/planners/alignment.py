@@ -9,8 +9,9 @@ import numpy as np
 
 from savestream.arrays import adapter_for
 from savestream.errors import SavestreamError
-from savestream.planners.containers import ABSENT, Category, category_of, contents, has_str_keys
+from savestream.planners.containers import ABSENT, SEQUENCES, Category, category_of, contents, has_str_keys
 from savestream.planners.flattening import VALUE, flatten
+from savestream.planners.framework_values import adoption_problem
 from savestream.planners.paths import Path, part_text, path_to_fqn
 from savestream.planners.sharding import is_sharded
 from savestream.planners.structure import LeafNode, MappingNode, SequenceNode, StateTree
@@ -218,6 +219,9 @@ def _compare(target: Any, saved: Any, path: Path, result: Alignment) -> None:
     wanted, found = category_of(target), category_of(saved)
     if target is None:  # a placeholder expects nothing
         return
+    if (problem := adoption_problem(target, saved)) is not None:
+        result.problems.append((path, f"{path_to_fqn(path) or 'the state'}: {problem}"))
+        return
     if wanted is None or found is None:
         if wanted is not None or found is not None:
             result.mismatch(path, _describe(saved), target)
@@ -226,13 +230,14 @@ def _compare(target: Any, saved: Any, path: Path, result: Alignment) -> None:
         result.mismatch(path, _describe(saved), target)
         return
     targets, values = _by_text(target, wanted, path), _by_text(saved, found, path)
+    grows = type(target) in SEQUENCES
     for text, (part, child) in values.items():
         if text in targets:
             _compare(targets[text][1], child, (*path, part), result)
-        elif wanted != "sequence":
+        elif not grows:
             result.unexpected.append(((*path, part), path_to_fqn((*path, part))))
     for text, (part, child) in targets.items():
-        if text not in values and (wanted != "sequence" or _holds_arrays(child)):
+        if text not in values and (not grows or _holds_arrays(child)):
             _note_target(child, (*path, part), result)
 
 

@@ -5,10 +5,18 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from savestream.errors import CorruptCheckpointError
 from savestream.planners.paths import Index
+from savestream.planners.pytrees import (
+    Category,
+    PytreeNode,
+    is_pytree,
+    open_pytree,
+    pytree_category,
+    rebuild_pytree,
+)
 from savestream.planners.recorded import (
     RecordedDataclass,
     RecordedTuple,
@@ -19,12 +27,15 @@ from savestream.planners.recorded import (
     rebuild_namedtuple,
     replace_fields,
 )
+from savestream.planners.state_metadata import attach_metadata, metadata_text
 from savestream.planners.structure import MappingNode, RecordNode, SequenceNode, StateTree
 from savestream.planners.value_decoding import decode_value
 from savestream.planners.value_encoding import FACTORIES, SCALAR_TYPES, dataclass_fields, encode_value, factory_name
 
 __all__ = [
     "ABSENT",
+    "MAPPINGS",
+    "SEQUENCES",
     "Category",
     "assemble",
     "category_of",
@@ -38,24 +49,26 @@ __all__ = [
 
 ABSENT: Any = object()  # stands for an entry that a dict does not have
 
-Category: TypeAlias = Literal["mapping", "sequence", "record"]
-
 MAPPINGS: frozenset[type] = frozenset({dict, collections.OrderedDict, collections.defaultdict, collections.Counter})
 SEQUENCES: frozenset[type] = frozenset({list, tuple, collections.deque})
 
 
 def category_of(value: object) -> Category | None:
-    """What sort of container ``value`` is, by exact class; None for everything else (sets hold no arrays)."""
+    """What sort of container ``value`` is, by exact class; None for everything else (sets hold no arrays).
+
+    Classes that are registered with JAX are looked into as JAX does it, dataclasses among them.
+    """
     kind = type(value)
     if kind in MAPPINGS:
         return "mapping"
     if kind in SEQUENCES:
         return "sequence"
-    if kind in (RecordedTuple, RecordedDataclass) or is_dataclass_type(kind):
+    if kind in (RecordedTuple, RecordedDataclass):
         return "record"
     if is_namedtuple_type(kind) and not getattr(value, "__dict__", None):
         return "record"
-    return None
+    category = pytree_category(value)
+    return "record" if category is None and is_dataclass_type(kind) else category
 
 
 def has_str_keys(value: object, node: MappingNode) -> bool:
@@ -65,10 +78,14 @@ def has_str_keys(value: object, node: MappingNode) -> bool:
 
 def contents(value: Any, category: Category, key: str) -> tuple[Sequence[object], Sequence[Any]]:
     """Parts and children of a container, in order; ``key`` names it in errors."""
-    if category == "mapping":
+    kind = type(value)
+    if kind in MAPPINGS:
         return list(value), list(value.values())
-    if category == "sequence":
+    if kind in SEQUENCES:
         return [Index(position) for position in range(len(value))], list(value)
+    if category != "record" or is_pytree(value):
+        node = open_pytree(value, key)
+        return list(map(Index, node.parts)) if node.category == "sequence" else node.parts, node.children
     fields = _record_fields(value, key)
     return fields, _field_values(value, fields)
 
@@ -95,23 +112,41 @@ def _record_class(value: Any) -> str:
 def container_token(value: Any, category: Category, key: str) -> str:
     """Text that tells a container from one of another class, for the fingerprint."""
     kind = type(value)
+    if kind not in MAPPINGS and kind not in SEQUENCES and is_pytree(value):
+        return f"{open_pytree(value, key).kind} {class_name(kind)}"
     if category == "record":
         return f"{'namedtuple' if isinstance(value, tuple) else 'dataclass'} {_record_class(value)}"
-    if kind is collections.defaultdict:
-        return f"defaultdict {factory_name(value, key)}"
+    if kind is collections.defaultdict or kind is collections.OrderedDict:
+        return f"{kind.__name__} {_mapping_extra(value, key)}"
     return f"deque {value.maxlen}" if kind is collections.deque else kind.__name__
 
 
 def container_node(value: Any, category: Category, children: tuple[StateTree, ...], key: str) -> StateTree:
     """The recorded form of a container."""
     kind = type(value)
+    if kind not in MAPPINGS and kind not in SEQUENCES and is_pytree(value):
+        return _pytree_node(open_pytree(value, key), class_name(kind), children)
     if category == "mapping":
-        extra = factory_name(value, key) if kind is collections.defaultdict else None
-        return MappingNode(kind.__name__, tuple(value), children, extra)
+        return MappingNode(kind.__name__, tuple(value), children, _mapping_extra(value, key))
     if category == "sequence":
         return SequenceNode(kind.__name__, children, value.maxlen if kind is collections.deque else None)
     record = "namedtuple" if isinstance(value, tuple) else "dataclass"
     return RecordNode(record, _record_class(value), tuple(_record_fields(value, key)), children)
+
+
+def _pytree_node(node: PytreeNode, name: str, children: tuple[StateTree, ...]) -> StateTree:
+    if node.category == "mapping":
+        return MappingNode(node.kind, tuple(node.parts), children)
+    if node.category == "sequence":
+        return SequenceNode(node.kind, children)
+    return RecordNode(node.kind, name, tuple(node.parts), children)
+
+
+def _mapping_extra(value: Any, key: str) -> str | None:
+    """What a mapping has besides its entries."""
+    if type(value) is collections.defaultdict:
+        return factory_name(value, key)
+    return metadata_text(value, key) if type(value) is collections.OrderedDict else None
 
 
 def assemble(node: MappingNode | SequenceNode | RecordNode, children: Sequence[Any], types: Mapping[str, type]) -> Any:
@@ -140,6 +175,8 @@ def _assemble_mapping(node: MappingNode, children: Sequence[Any], types: Mapping
     found: dict[Any, Any]
     if node.kind == "OrderedDict":
         found = collections.OrderedDict()
+        if node.extra is not None:
+            attach_metadata(found, node.extra)
     elif node.kind == "Counter":
         found = collections.Counter()
     elif node.kind == "defaultdict":
@@ -171,6 +208,8 @@ def put_contents(value: Any, category: Category, changes: Mapping[Any, Any]) -> 
     """
     if not changes:
         return value
+    if type(value) not in MAPPINGS and type(value) not in SEQUENCES and is_pytree(value):
+        return rebuild_pytree(value, changes)
     if isinstance(value, RecordedTuple):
         return RecordedTuple(value.type_name, value._fields, _replaced(value, value._fields, changes))
     if isinstance(value, tuple):

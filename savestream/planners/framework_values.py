@@ -7,82 +7,24 @@ object is made only where the caller has imported its framework. Elsewhere
 
 from __future__ import annotations
 
-import abc
-import functools
 import re
 import sys
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from savestream.arrays import dtype_from_name, dtype_name
 from savestream.errors import SavestreamError
+from savestream.planners.object_forms import ObjectForm, ObjectUnavailableError, require_state
+from savestream.planners.random_generators import GENERATOR_FORMS
+from savestream.planners.recorded import RecordedObject
 
-__all__ = ["ObjectForm", "ObjectUnavailableError", "form_by_name", "form_of", "require_state"]
+__all__ = ["adopting_form", "adoption_problem", "form_by_name", "form_of"]
 
 _WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,60}")
 _DEVICE = re.compile(r"[a-z]{1,20}(:[0-9]{1,4})?")
-
-
-class ObjectUnavailableError(Exception):
-    """A recorded object cannot be made here: its framework is not imported, or does not know it."""
-
-
-def require_state(condition: bool, what: str) -> None:
-    """Refuse a recorded state that no object has."""
-    if not condition:
-        raise ValueError(what)
-
-
-class ObjectForm(abc.ABC):
-    """How objects of one class are recorded.
-
-    Attributes
-    ----------
-    name
-        The recorded type name.
-    module
-        The module that has to be imported already; its root finds the form quickly.
-    keeps_identity
-        Whether a load sets the state of the target's object instead of replacing it.
-    """
-
-    name: str
-    module: str
-    keeps_identity = False
-
-    @abc.abstractmethod
-    def matches(self, value: object) -> bool:
-        """Whether ``value`` is recorded in this form."""
-
-    @abc.abstractmethod
-    def state(self, value: Any) -> object:
-        """A plain value that determines the object; ``UnsafeObjectError`` (without a key) where there is none."""
-
-    @abc.abstractmethod
-    def check(self, state: Any) -> None:
-        """Raise ``ValueError``, ``TypeError`` or ``LookupError`` for a state that :meth:`state` never returns."""
-
-    @abc.abstractmethod
-    def make(self, state: Any) -> object:
-        """The object of a checked state, or ``ObjectUnavailableError``."""
-
-    def difference(self, target: Any, saved: Any) -> str | None:
-        """Why the state of ``saved`` does not fit into ``target``, both of this form; None where it does."""
-        del target, saved
-        return None
-
-    def adopt(self, target: Any, saved: Any) -> None:
-        """Give ``target`` the state of ``saved``."""
-        raise NotImplementedError(f"{self.name} objects are replaced, {target!r} by {saved!r}")
-
-    def loaded(self) -> Any:
-        """The framework's module."""
-        module = sys.modules.get(self.module)
-        if module is None:
-            raise ObjectUnavailableError(f"{self.module} is not imported")
-        return module
 
 
 class _NamedConstant(ObjectForm):
@@ -94,7 +36,7 @@ class _NamedConstant(ObjectForm):
         self.name = f"torch.{name}"
         self._class = name
 
-    def matches(self, value: object) -> bool:
+    def matches(self, value: Any) -> bool:
         return type(value) is getattr(sys.modules.get("torch"), self._class, None)
 
     def state(self, value: Any) -> object:
@@ -115,7 +57,7 @@ class _Device(ObjectForm):
     name = "torch.device"
     module = "torch"
 
-    def matches(self, value: object) -> bool:
+    def matches(self, value: Any) -> bool:
         return type(value) is getattr(sys.modules.get("torch"), "device", None)
 
     def state(self, value: Any) -> object:
@@ -135,16 +77,16 @@ class _Size(ObjectForm):
     name = "torch.Size"
     module = "torch"
 
-    def matches(self, value: object) -> bool:
+    def matches(self, value: Any) -> bool:
         kind = getattr(sys.modules.get("torch"), "Size", None)
-        return type(value) is kind and all(type(size) is int for size in value)  # type: ignore[attr-defined]
+        return type(value) is kind and all(type(size) is int for size in value)
 
     def state(self, value: Any) -> object:
-        return list(value)
+        return tuple(value)
 
     def check(self, state: Any) -> None:
-        valid = type(state) is list and all(type(size) is int and -(2**63) <= size < 2**63 for size in state)
-        require_state(valid, "not a list of sizes")
+        valid = type(state) is tuple and all(type(size) is int and -(2**63) <= size < 2**63 for size in state)
+        require_state(valid, "not a tuple of sizes")
 
     def make(self, state: Any) -> object:
         return self.loaded().Size(state)
@@ -156,7 +98,7 @@ class _NumpyScalarType(ObjectForm):
     name = "numpy.scalar_type"
     module = "numpy"
 
-    def matches(self, value: object) -> bool:
+    def matches(self, value: Any) -> bool:
         if not (isinstance(value, type) and issubclass(value, np.generic)) or value in _ABSTRACT:
             return False
         try:
@@ -188,8 +130,8 @@ class _JaxScalarType(ObjectForm):
     name = "jax.numpy.scalar_type"
     module = "jax.numpy"
 
-    def matches(self, value: object) -> bool:
-        return isinstance(value, type) and type(value) is not type and value in self._known().values()
+    def matches(self, value: Any) -> bool:
+        return type(value) is not type and value in self._known().values()
 
     def state(self, value: Any) -> object:
         return str(value.dtype.name)
@@ -205,38 +147,55 @@ class _JaxScalarType(ObjectForm):
             raise ObjectUnavailableError(f"jax.numpy has no scalar type of dtype {state}") from None
 
     def _known(self) -> Mapping[str, Any]:
-        module = sys.modules.get(self.module)
-        meta = type(getattr(module, "float32", None))
-        if module is None or not issubclass(meta, type):
-            return {}
-        return {kind.dtype.name: kind for kind in list(vars(module).values()) if type(kind) is meta}
+        names: dict[str, Any] = vars(sys.modules[self.module]) if self.module in sys.modules else {}
+        meta = type(names.get("float32"))
+        found: list[Any] = [kind for kind in list(names.values()) if type(kind) is meta and issubclass(meta, type)]
+        return {kind.dtype.name: kind for kind in found}
 
 
-@functools.cache
-def _forms() -> Mapping[str, ObjectForm]:
-    from savestream.planners.random_generators import GENERATOR_FORMS
-
-    constants = [_NamedConstant(name) for name in ("dtype", "layout", "memory_format", "qscheme")]
-    forms = [*constants, _Device(), _Size(), _NumpyScalarType(), _JaxScalarType(), *GENERATOR_FORMS]
-    return {form.name: form for form in forms}
-
-
-@functools.cache
-def _forms_by_root() -> Mapping[str, list[ObjectForm]]:
-    found: dict[str, list[ObjectForm]] = {}
-    for form in _forms().values():
-        found.setdefault(form.module.partition(".")[0], []).append(form)
-    return found
+_FORMS: Mapping[str, ObjectForm] = MappingProxyType(
+    {
+        form.name: form
+        for form in (
+            *map(_NamedConstant, ("dtype", "layout", "memory_format", "qscheme")),
+            *(_Device(), _Size(), _NumpyScalarType(), _JaxScalarType(), *GENERATOR_FORMS),
+        )
+    }
+)
+_ROOTS = {"ml_dtypes": "numpy"}  # whose scalar types are found with numpy's
+_FORMS_BY_ROOT: Mapping[str, tuple[ObjectForm, ...]] = MappingProxyType(
+    {root: tuple(form for form in _FORMS.values() if form.root == root) for root in {f.root for f in _FORMS.values()}}
+)
 
 
 def form_by_name(name: str) -> ObjectForm | None:
     """The form of a recorded type name, or None where this version knows none."""
-    return _forms().get(name)
+    return _FORMS.get(name)
 
 
 def form_of(value: object) -> ObjectForm | None:
     """The form in which an object is recorded, or None."""
     kind = value if isinstance(value, type) else type(value)
     root = kind.__module__.partition(".")[0]
-    forms = _forms_by_root().get("numpy" if root == "ml_dtypes" else root, ())
-    return next((form for form in forms if form.matches(value)), None)
+    return next((form for form in _FORMS_BY_ROOT.get(_ROOTS.get(root, root), ()) if form.matches(value)), None)
+
+
+def adopting_form(target: object) -> ObjectForm | None:
+    """The form of an object that a load does not replace, but gives the saved state: a random generator."""
+    form = form_of(target)
+    return form if form is not None and form.keeps_identity else None
+
+
+def adoption_problem(target: object, saved: object) -> str | None:
+    """Why such an object cannot take over the state of the saved one; None where it can, or is replaced anyway."""
+    form = adopting_form(target)
+    if form is None:
+        return None
+    if form_of(saved) is not form:
+        return f"the checkpoint has {_described(saved)}, whose state the target, a {form.name}, cannot take over"
+    return form.difference(target, saved)
+
+
+def _described(saved: object) -> str:
+    name = saved.type_name if isinstance(saved, RecordedObject) else type(saved).__name__
+    return "None" if saved is None else f"a {name}"

@@ -336,10 +336,11 @@ class DefaultLoadPlanner(LoadPlanner):
             for option in inner:
                 path = (*self._mappings[name], *option)
                 try:
-                    pick(self._loaded[name], option)
-                    pick(self.state_dict[name], option)
+                    saved, target = pick(self._loaded[name], option), pick(self.state_dict[name], option)
                 except LookupError:
                     found.missing.append((path, path_to_fqn(path)))
+                else:
+                    found.problems += compare_value(target, saved, path).problems
 
     def finish_load(self) -> Any:
         """Put the loaded values into the target and return it; complete the arrays, whose content is read already.

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from savestream.errors import UnsafeObjectError
-from savestream.planners.framework_values import ObjectForm, ObjectUnavailableError, require_state
+from savestream.planners.object_forms import ObjectForm, ObjectUnavailableError, require_state
 
 __all__ = [
     "GENERATOR_FORMS",
@@ -145,7 +145,7 @@ class _PythonRandom(ObjectForm):
     module = "random"
     keeps_identity = True
 
-    def matches(self, value: object) -> bool:
+    def matches(self, value: Any) -> bool:
         return type(value) is random.Random and vars(value).keys() <= {"gauss_next"}
 
     def state(self, value: Any) -> object:
@@ -183,7 +183,7 @@ def _seed_sequence_state(seed: Any) -> dict[str, Any] | None:
         raise UnsafeObjectError(f"its seed sequence, a {type(seed).__qualname__}, has no safe encoding")
     entropy = plain_state(seed.entropy)
     state = {
-        "entropy": list(entropy) if isinstance(entropy, tuple) else entropy,
+        "entropy": [plain_state(word) for word in entropy] if isinstance(entropy, list | tuple) else entropy,
         "spawn_key": [int(part) for part in seed.spawn_key],
         "pool_size": int(seed.pool_size),
         "n_children_spawned": int(seed.n_children_spawned),
@@ -203,7 +203,8 @@ def _check_seed_sequence(state: Any) -> None:
         require_state(type(words) is list, "a seed that is neither an int nor a list of ints")
         require_state(all(type(word) is int and word >= 0 for word in words), "a seed of other things than ints")
         require_state(sum(word.bit_length() + 32 for word in words) <= _LARGEST_SEED_BITS, "a seed that is too long")
-    require_state(4 <= state["pool_size"] <= _LARGEST_POOL, f"a pool beyond 4 to {_LARGEST_POOL} words")
+    pool = state["pool_size"]
+    require_state(_within(pool, _LARGEST_POOL) and pool >= 4, f"a pool beyond 4 to {_LARGEST_POOL} words")
     require_state(_within(state["n_children_spawned"], 2**32 - 1), "no number of children")
 
 
@@ -217,7 +218,7 @@ class _SeedSequence(ObjectForm):
     name = "numpy.random.SeedSequence"
     module = "numpy.random"
 
-    def matches(self, value: object) -> bool:
+    def matches(self, value: Any) -> bool:
         return type(value) is _numpy_random().SeedSequence
 
     def state(self, value: Any) -> object:
@@ -238,7 +239,7 @@ class _BitGenerator(ObjectForm):
     module = "numpy.random"
     keeps_identity = True
 
-    def matches(self, value: object) -> bool:
+    def matches(self, value: Any) -> bool:
         return _bit_generator_name(value) is not None
 
     def state(self, value: Any) -> object:
@@ -270,7 +271,7 @@ class _Generator(_BitGenerator):
 
     name = "numpy.random.Generator"
 
-    def matches(self, value: object) -> bool:
+    def matches(self, value: Any) -> bool:
         return type(value) is _numpy_random().Generator and _bit_generator_name(value.bit_generator) is not None
 
     def state(self, value: Any) -> object:
@@ -294,9 +295,9 @@ class _RandomState(ObjectForm):
     module = "numpy.random"
     keeps_identity = True
 
-    def matches(self, value: object) -> bool:
+    def matches(self, value: Any) -> bool:
         kind = _numpy_random().RandomState
-        return type(value) is kind and _bit_generator_name(value._bit_generator) is not None  # type: ignore[attr-defined]
+        return type(value) is kind and _bit_generator_name(value._bit_generator) is not None
 
     def state(self, value: Any) -> object:
         return plain_state(value.get_state(legacy=False))
@@ -323,7 +324,7 @@ class _TorchGenerator(ObjectForm):
     module = "torch"
     keeps_identity = True
 
-    def matches(self, value: object) -> bool:
+    def matches(self, value: Any) -> bool:
         return type(value) is getattr(sys.modules.get("torch"), "Generator", None)
 
     def state(self, value: Any) -> object:

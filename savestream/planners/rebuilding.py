@@ -8,6 +8,7 @@ from typing import Any
 
 from savestream.planners.containers import (
     ABSENT,
+    SEQUENCES,
     assemble,
     category_of,
     contents,
@@ -15,6 +16,7 @@ from savestream.planners.containers import (
     put_contents,
     refill_sequence,
 )
+from savestream.planners.framework_values import adopting_form, adoption_problem
 from savestream.planners.paths import Index, Path, part_text
 from savestream.planners.recorded import RecordedEnum, class_name, index_types, rebuild_enum
 from savestream.planners.structure import LeafNode, MappingNode, StateTree
@@ -44,7 +46,8 @@ def rebuild_into(target: Any, tree: StateTree, leaves: Mapping[str, Any]) -> Any
     """Put ``leaves`` (by fqn) into ``target`` and return it.
 
     Dicts, lists, deques and unfrozen dataclasses are changed in place; tuples, namedtuples and frozen dataclasses are
-    made anew by the target's own class where one of their elements changed. Places without a leaf are left alone.
+    made anew by the target's own class where one of their elements changed, and so are JAX's pytree nodes, with their
+    static data. Places without a leaf are left alone.
     """
     if isinstance(tree, LeafNode):
         return leaves.get(tree.fqn, target)
@@ -84,8 +87,13 @@ def merge_value(target: Any, saved: Any) -> Any:
 
     Containers keep the target's class and identity. A sequence takes the saved length: a history that has grown since
     comes back whole. Of mappings and records, entries that only the target has stay, and those that only the saved
-    value has are ignored. Where nothing can be matched, the saved value itself is the result.
+    value has are ignored. A random generator takes over the saved one's state. Where nothing can be matched, the saved
+    value itself is the result.
     """
+    form = adopting_form(target)
+    if form is not None and adoption_problem(target, saved) is None:
+        form.adopt(target, saved)
+        return target
     if isinstance(saved, RecordedEnum) and isinstance(target, enum.Enum):
         same = class_name(type(target)) == saved.type_name
         return rebuild_enum(type(target), saved.name, saved.value) if same else saved
@@ -93,7 +101,7 @@ def merge_value(target: Any, saved: Any) -> Any:
     if category is None or category != category_of(saved):
         return saved
     parts, children = contents(saved, category, "")
-    if category == "sequence" and len(target) != len(children):
+    if type(target) in SEQUENCES and len(target) != len(children):
         merged = [merge_value(own, child) for own, child in zip(target, children, strict=False)]
         return refill_sequence(target, [*merged, *children[len(merged) :]])
     values = {part_text(part): child for part, child in zip(parts, children, strict=True)}

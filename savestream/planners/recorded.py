@@ -1,8 +1,9 @@
 """Stand-ins for classes that a checkpoint names and nobody supplied, and the rebuilding of those that were.
 
 A checkpoint never imports a class: that would be execution. Without ``types`` a namedtuple comes back as
-:class:`RecordedTuple`, a dataclass as :class:`RecordedDataclass` and an enum member as :class:`RecordedEnum`. All three
-carry the recorded name and are saved again as what they stand for.
+:class:`RecordedTuple`, a dataclass as :class:`RecordedDataclass` and an enum member as :class:`RecordedEnum`; an object
+of a framework that is not imported comes back as :class:`RecordedObject`. All carry the recorded name and are saved
+again as what they stand for.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from savestream.errors import PlanError
 __all__ = [
     "RecordedDataclass",
     "RecordedEnum",
+    "RecordedObject",
     "RecordedTuple",
     "class_name",
     "index_types",
@@ -92,6 +94,24 @@ class RecordedEnum(msgspec.Struct, frozen=True):
 
     def __hash__(self) -> int:
         return hash((self.type_name, self.name))
+
+
+class RecordedObject(msgspec.Struct, frozen=True):
+    """An object of a known type that could not be made: its framework is not imported here, or lacks it.
+
+    Attributes
+    ----------
+    type_name
+        What was recorded, such as ``torch.dtype`` or ``torch.Generator``.
+    state
+        A plain value that determines the object: ``"bfloat16"``, or device and state of a generator.
+    """
+
+    type_name: str
+    state: Any
+
+    def __hash__(self) -> int:
+        return hash(self.type_name)
 
 
 def class_name(kind: type) -> str:

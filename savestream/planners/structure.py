@@ -18,7 +18,8 @@ class LeafNode(msgspec.Struct, frozen=True, gc=False):
 class MappingNode(msgspec.Struct, frozen=True):
     """A mapping: ``kind`` is ``dict``, ``OrderedDict``, ``defaultdict`` or ``Counter``; order and key types are kept.
 
-    ``extra`` is the name of a defaultdict's factory where it is a builtin, else None.
+    ``extra`` is the name of a defaultdict's factory where it is a builtin; the text of an OrderedDict's metadata, see
+    :mod:`savestream.planners.state_metadata`; or None.
     """
 
     kind: str

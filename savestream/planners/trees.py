@@ -9,6 +9,7 @@ import msgspec
 
 from savestream.errors import CorruptCheckpointError, PlanError
 from savestream.planners.paths import Index, Path, parse_fqn, part_text, path_to_fqn
+from savestream.planners.state_metadata import merge_metadata
 from savestream.planners.structure import LeafNode, MappingNode, RecordNode, SequenceNode, StateTree
 from savestream.planners.value_encoding import MAXIMUM_DEPTH
 
@@ -92,7 +93,7 @@ def _merge(first: StateTree, second: StateTree, rank: int, path: Path) -> StateT
     if first == second:
         return first
     if isinstance(first, MappingNode) and isinstance(second, MappingNode):
-        if (first.kind, first.extra) == (second.kind, second.extra):
+        if first.kind == second.kind and (first.extra == second.extra or first.kind == "OrderedDict"):
             return _merge_mappings(first, second, rank, path)
     elif type(first) is type(second) and not isinstance(first, LeafNode) and _same_shape(first, second):
         inner = zip(node_parts(first), first.children, second.children, strict=True)  # type: ignore[union-attr]
@@ -112,7 +113,8 @@ def _merge_mappings(first: MappingNode, second: MappingNode, rank: int, path: Pa
             child = _merge(entries[text][1], child, rank, (*path, key))
         entries[text] = (entries[text][0] if text in entries else key, child)
     keys, children = zip(*entries.values(), strict=True) if entries else ((), ())
-    return MappingNode(first.kind, tuple(keys), tuple(children), first.extra)
+    extra = merge_metadata(first.extra, second.extra) if first.kind == "OrderedDict" else first.extra
+    return MappingNode(first.kind, tuple(keys), tuple(children), extra)
 
 
 def _same_shape(first: StateTree, second: StateTree) -> bool:

@@ -20,9 +20,12 @@ import numpy as np
 
 from savestream.arrays import dtype_from_name
 from savestream.errors import CorruptCheckpointError, SavestreamError, UnsafeObjectError
+from savestream.planners.framework_values import form_by_name
+from savestream.planners.object_forms import ObjectUnavailableError
 from savestream.planners.recorded import (
     RecordedDataclass,
     RecordedEnum,
+    RecordedObject,
     RecordedTuple,
     index_types,
     rebuild_dataclass,
@@ -229,6 +232,25 @@ def _decode_enum(decoder: _Decoder, node: Node, depth: int) -> Any:
     return RecordedEnum(name, member, value) if kind is None else rebuild_enum(kind, member, value)
 
 
+def _decode_object(decoder: _Decoder, node: Node, depth: int) -> Any:
+    name, encoded = _typed(node, list)
+    form, state = form_by_name(_typed(name, str)), decoder.decode(encoded, depth)
+    if form is None:
+        return RecordedObject(name, state)
+    form.check(state)
+    try:
+        return form.make(state)
+    except ObjectUnavailableError:
+        return RecordedObject(name, state)
+
+
+def _decode_state_dict(decoder: _Decoder, node: Node, depth: int) -> Any:
+    pairs, metadata = _typed(node, list)
+    found: Any = collections.OrderedDict(decoder.pairs(pairs, depth))
+    found._metadata = decoder.decode(metadata, depth)
+    return found
+
+
 def _decode_scalar(_: _Decoder, node: Node, __: int) -> Any:
     name, data = _typed(node, list)
     dtype, content = dtype_from_name(_typed(name, str)), _bytes(data)
@@ -313,12 +335,14 @@ _DECODERS: dict[str, Callable[[_Decoder, Node, int], Any]] = {
     "$frozenset": _unique,
     "$dict": lambda decoder, node, depth: dict(decoder.pairs(node, depth)),
     "$odict": lambda decoder, node, depth: collections.OrderedDict(decoder.pairs(node, depth)),
+    "$state_dict": _decode_state_dict,
     "$counter": _decode_counter,
     "$defaultdict": _decode_defaultdict,
     "$deque": _decode_deque,
     "$namedtuple": _decode_namedtuple,
     "$dataclass": _decode_dataclass,
     "$enum": _decode_enum,
+    "$object": _decode_object,
     "$scalar": _decode_scalar,
     "$npstr": lambda decoder, node, depth: np.str_(_typed(decoder.decode(node, depth), str)),
     "$npbytes": lambda _, node, __: np.bytes_(_bytes(node)),

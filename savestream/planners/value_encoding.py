@@ -12,7 +12,6 @@ import fractions
 import functools
 import math
 import pathlib
-import pickle  # only behind the explicit opt-in of the caller
 import struct
 import types
 import uuid
@@ -24,14 +23,18 @@ import numpy as np
 
 from savestream.arrays import array_refusal, dtype_from_name, dtype_name, is_array
 from savestream.errors import PlanError, SavestreamError, UnsafeObjectError
+from savestream.planners.framework_values import form_by_name, form_of
+from savestream.planners.pytrees import is_pytree, open_pytree
 from savestream.planners.recorded import (
     RecordedDataclass,
     RecordedEnum,
+    RecordedObject,
     RecordedTuple,
     class_name,
     is_dataclass_type,
     is_namedtuple_type,
 )
+from savestream.planners.value_refusals import describe_type, pickle_object, refusal
 
 __all__ = [
     "FACTORIES",
@@ -86,37 +89,6 @@ def encode_value(value: object, key: str, *, allow_pickle: bool = False) -> obje
 def encode_value_bytes(value: object, key: str, *, allow_pickle: bool = False) -> bytes:
     """:func:`encode_value` as UTF-8 JSON text."""
     return msgspec.json.encode(encode_value(value, key, allow_pickle=allow_pickle))
-
-
-def describe_type(value: object) -> str:
-    """The full class name of ``value``, for messages."""
-    return f"{type(value).__module__}.{type(value).__qualname__}"
-
-
-def refusal(value: object, key: str) -> UnsafeObjectError:
-    """The error for an object that has no safe encoding."""
-    unsupported = array_refusal(value)
-    if unsupported is not None:
-        return UnsafeObjectError(f"{key or 'the state'}: {describe_type(value)} cannot be stored; {unsupported}")
-    if isinstance(value, dict | list | tuple | set | frozenset | str | bytes | int | float):
-        base = next(
-            kind for kind in (dict, list, tuple, str, bytes, int, float, set, frozenset) if isinstance(value, kind)
-        )
-        cure = f"a subclass of {base.__name__} would lose its class; convert it to {base.__name__}"
-    else:
-        cure = "convert it to plain values or arrays"
-    return UnsafeObjectError(
-        f"{key or 'the state'}: {describe_type(value)} cannot be stored safely; {cure}, or opt into pickle with "
-        "SaveOptions(allow_pickle=True), and with LoadOptions(allow_pickle=True) for loading"
-    )
-
-
-def pickle_object(value: object, key: str) -> bytes:
-    """Pickle an object for which the caller opted in."""
-    try:
-        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-    except Exception as error:
-        raise UnsafeObjectError(f"{key}: {describe_type(value)} cannot even be pickled: {error}") from error
 
 
 def factory_name(mapping: collections.defaultdict[Any, Any], key: str) -> str | None:
@@ -231,6 +203,16 @@ def _encode_dict(encoder: _Encoder, value: dict[Any, Any], depth: int) -> Node:
     return {"$dict": encoder.pairs(value, depth)}
 
 
+def _encode_ordered_dict(encoder: _Encoder, value: collections.OrderedDict[Any, Any], depth: int) -> Node:
+    pairs, metadata = encoder.pairs(value, depth), getattr(value, "_metadata", None)
+    if metadata is None:
+        return {"$odict": pairs}
+    try:
+        return {"$state_dict": [pairs, encoder.encode(metadata, depth)]}
+    except UnsafeObjectError:  # it only helps loading into newer modules, so the entries are stored without it
+        return {"$odict": pairs}
+
+
 def _encode_defaultdict(encoder: _Encoder, value: collections.defaultdict[Any, Any], depth: int) -> Node:
     return {"$defaultdict": [factory_name(value, encoder.key), encoder.pairs(value, depth)]}
 
@@ -265,6 +247,16 @@ def _encode_namedtuple(encoder: _Encoder, value: Any, depth: int) -> Node:
     return {"$namedtuple": encoder.record(value, value._fields, value, depth)}
 
 
+def _encode_pytree(encoder: _Encoder, value: Any, depth: int) -> Node:
+    encoder.refuse_hashing(value)
+    node = open_pytree(value, encoder.key)
+    if node.category == "mapping":
+        return _encode_dict(encoder, dict(zip(node.parts, node.children, strict=True)), depth)
+    if node.category == "sequence":
+        return {"$tuple": encoder.items(node.children, depth)}
+    return {"$dataclass": encoder.record(value, node.parts, node.children, depth)}
+
+
 def _encode_recorded_tuple(encoder: _Encoder, value: RecordedTuple, depth: int) -> Node:
     return {"$namedtuple": [value.type_name, list(value._fields), encoder.items(value, depth)]}
 
@@ -279,6 +271,28 @@ def _encode_enum(encoder: _Encoder, value: enum.Enum, depth: int) -> Node:
 
 def _encode_recorded_enum(encoder: _Encoder, value: RecordedEnum, depth: int) -> Node:
     return {"$enum": [value.type_name, value.name, encoder.encode(value.value, depth)]}
+
+
+def _encode_object(encoder: _Encoder, value: Any, depth: int) -> Node:
+    form = form_of(value)
+    assert form is not None  # noqa: S101 - what chose this encoder has found it
+    if form.keeps_identity:  # which is all that a generator's hash tells
+        encoder.refuse_hashing(value)
+    try:
+        state = form.state(value)
+    except UnsafeObjectError as error:
+        raise UnsafeObjectError(f"{encoder.key or 'the state'}: {describe_type(value)}: {error}") from error
+    return {"$object": [form.name, encoder.encode(state, depth)]}
+
+
+def _encode_recorded_object(encoder: _Encoder, value: RecordedObject, depth: int) -> Node:
+    form = form_by_name(value.type_name)
+    try:
+        if form is not None:
+            form.check(value.state)
+    except (ValueError, TypeError, LookupError, SavestreamError) as error:
+        raise UnsafeObjectError(f"{encoder.key or 'the state'}: no {value.type_name} is like this: {error}") from error
+    return {"$object": [value.type_name, encoder.encode(value.state, depth)]}
 
 
 def _encode_scalar(_: _Encoder, value: np.generic, __: int) -> Node:
@@ -326,7 +340,11 @@ def _other_encoder(value: object) -> Callable[[_Encoder, Any, int], Node] | None
         return _encode_dtype if _round_trips(value, value.type) else None
     if is_namedtuple_type(kind):
         return _encode_namedtuple if not getattr(value, "__dict__", None) else None
-    return _encode_dataclass if is_dataclass_type(kind) else None
+    if is_pytree(value):
+        return _encode_pytree
+    if is_dataclass_type(kind):
+        return _encode_dataclass
+    return _encode_object if form_of(value) is not None else None
 
 
 def _round_trips(dtype: np.dtype[Any], kind: type) -> bool:
@@ -375,11 +393,12 @@ _ENCODERS: dict[type, Callable[[_Encoder, Any, int], Node]] = {
     frozenset: lambda encoder, value, depth: {"$frozenset": encoder.hashed(value, depth)},
     slice: lambda encoder, v, depth: {"$slice": encoder.items((v.start, v.stop, v.step), depth)},
     dict: _encode_dict,
-    collections.OrderedDict: lambda encoder, value, depth: {"$odict": encoder.pairs(value, depth)},
+    collections.OrderedDict: _encode_ordered_dict,
     collections.Counter: lambda encoder, value, depth: {"$counter": encoder.pairs(value, depth)},
     collections.defaultdict: _encode_defaultdict,
     collections.deque: lambda encoder, v, depth: {"$deque": [encoder.items(v, depth), v.maxlen]},
     RecordedTuple: _encode_recorded_tuple,
     RecordedDataclass: _encode_recorded_dataclass,
     RecordedEnum: _encode_recorded_enum,
+    RecordedObject: _encode_recorded_object,
 }

@@ -11,9 +11,11 @@ object with one key that begins with ``$``:
 ``$bytes``        base64; likewise ``$bytearray``
 ``$tuple``        list of nodes; likewise ``$set``, ``$frozenset``
 ``$dict``         list of ``[key, value]``; likewise ``$odict``, ``$counter``
+``$state_dict``   ``[pairs, metadata]``: an OrderedDict with the ``_metadata`` that modules give it
 ``$defaultdict``  ``[factory name or null, pairs]``;  ``$deque`` is ``[items, maxlen]``
 ``$namedtuple``   ``[class name, fields, values]``; likewise ``$dataclass``
 ``$enum``         ``[class name, member name, value]``
+``$object``       ``[type name, state]``, see :mod:`savestream.planners.framework_values`
 ``$scalar``       ``[dtype name, base64]`` of a numpy scalar; ``$npstr``, ``$npbytes``, ``$dtype``
 ``$date`` ...     ``$datetime``, ``$time``, ``$timedelta``: lists of numbers
 ``$range`` ...    ``$slice``, ``$ellipsis``, ``$path``, ``$decimal``, ``$fraction``, ``$uuid``
