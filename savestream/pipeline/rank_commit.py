@@ -17,7 +17,15 @@ from savestream.storage_backends.base import ObjectInfo
 from savestream.threads import run_in_worker
 from savestream.version import __version__
 
-__all__ = ["RootContent", "Standing", "commit_root", "discard_quietly", "examine_destination", "may_be_visible"]
+__all__ = [
+    "RootContent",
+    "Standing",
+    "commit_root",
+    "discard_quietly",
+    "encode_content",
+    "examine_destination",
+    "may_be_visible",
+]
 
 logger = logging.getLogger("savestream")
 
@@ -69,7 +77,7 @@ async def commit_root(
     location: Location, content: RootContent, section: bytes, *, standing: Standing, overwrite: bool
 ) -> None:
     """Make the checkpoint exist. Every part that ``content`` names must be durable."""
-    root = await run_in_worker(_encode, content, section)
+    root = await run_in_worker(encode_content, content, section)
     await publish(
         location,
         root,
@@ -80,7 +88,8 @@ async def commit_root(
     )
 
 
-def _encode(content: RootContent, section: bytes) -> bytes:
+def encode_content(content: RootContent, section: bytes) -> bytes:
+    """The root as bytes."""
     root = Root(
         checkpoint_id=content.save_id,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),

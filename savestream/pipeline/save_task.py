@@ -116,7 +116,9 @@ class SaveTask:
             objects = await data.write(_chunks(prepared))
             with self._clock.measure("commit", 0, 0):
                 content = self._root_content(prepared, await data.put_index(objects))
-                section = prepared.compiled.section
+            section = prepared.compiled.section
+            await self.check_before_commit(content, section)
+            with self._clock.measure("commit", 0, 0):
                 committing = True
                 await commit_root(request.location, content, section, standing=standing, overwrite=request.overwrite)
         except BaseException as error:
@@ -125,6 +127,9 @@ class SaveTask:
             raise
         await self._tell_planner()
         return self._committed(prepared)
+
+    async def check_before_commit(self, content: RootContent, section: bytes) -> None:
+        """Called when everything but the root is durable; to raise is to give the save up. For subclasses."""
 
     def _rank_data(self) -> RankData:
         request = self._request
