@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from savestream.arrays import ArrayInfo
+from savestream.arrays.dtypes import interned_dtype_name
 from savestream.planners.flattening import ARRAY, FlatState
 
 __all__ = ["alias_partition"]
@@ -25,7 +26,27 @@ def alias_partition(flat: FlatState) -> dict[int, int]:
     aliases = {} if owners and len(set(map(id, arrays))) == len(arrays) else _numpy_aliases(flat)
     if len(arrays) < flat.kinds.count(ARRAY):
         aliases.update(_other_aliases(flat))
+        if arrays:
+            _join_frameworks(flat, aliases)
     return aliases
+
+
+def _join_frameworks(flat: FlatState, aliases: dict[int, int]) -> None:
+    """Add what is an array of numpy's and a leaf of another framework at once, as a tensor and its ``numpy()`` are."""
+    described, tied = flat.described_arrays(), {}
+    places: dict[tuple[Any, ...], int] = {}
+    for position, first, address in zip(described.positions, described.firsts, described.addresses, strict=True):
+        info = described.infos[first]
+        if address and info.nbytes and not info.variant:
+            places.setdefault((address, info.dtype, info.shape, info.strides), aliases.get(position, position))
+    for position, leaf in enumerate(flat.leaves):
+        if type(leaf) is np.ndarray and flat.kinds[position] == ARRAY and position not in aliases:
+            address, name = leaf.__array_interface__["data"][0], interned_dtype_name(leaf.dtype)
+            other = places.get((address, name, leaf.shape, leaf.strides))
+            if other is not None:
+                tied[max(position, other)] = min(position, other)
+    aliases.update({position: tied.get(first, first) for position, first in aliases.items()})
+    aliases.update(tied)
 
 
 def _other_aliases(flat: FlatState) -> dict[int, int]:

@@ -23,10 +23,10 @@ from savestream.planners.metadata import (
     PlannerData,
     TensorStorageMetadata,
 )
-from savestream.planners.open_targets import Allocate, OpenShards, OpenTarget, allocate_plain
+from savestream.planners.open_targets import Allocate, OpenShards, OpenTarget, allocate_plain, close_in_place
 from savestream.planners.paths import Path, Selection, SelectionKey, path_to_fqn
 from savestream.planners.plan import LoadPlan, ReadItem
-from savestream.planners.rebuilding import merge_value, pick, rebuild_into, replace_at
+from savestream.planners.rebuilding import Filled, merge_value, pick, rebuild_into, replace_at
 from savestream.planners.sharding import shard_array
 from savestream.planners.structure import LeafNode, MappingNode, StateTree
 from savestream.planners.trees import tree_from_names, tree_mappings
@@ -91,6 +91,7 @@ class DefaultLoadPlanner(LoadPlanner):
         self._compared: set[str] = set()
         self._allocate = allocate
         self._open: dict[str, OpenTarget | OpenShards] = {}
+        self._in_place: dict[str, Any] = {}  # leaves of which state_dict has numpy views
         self._inside: dict[str, list[Path]] = {}  # value leaves of which only elements are selected
 
     # --- planning ---
@@ -101,7 +102,7 @@ class DefaultLoadPlanner(LoadPlanner):
         self.metadata = metadata
         self.is_coordinator = is_coordinator
         self.state_dict = {}
-        self._loaded, self._inside, self._open = {}, {}, {}
+        self._loaded, self._inside, self._open, self._in_place = {}, {}, {}, {}
         self._compared = set()
         if metadata is None:
             return
@@ -138,8 +139,9 @@ class DefaultLoadPlanner(LoadPlanner):
         checker.check(targets)
         self._raise_mismatch(alignment, selection, checker)
         self._open = checker.open_targets
+        self._in_place = {name: targets[name] for name in checker.memories}
         opened = {name: target.open(self._allocate) for name, target in self._open.items()}
-        self.state_dict = {**targets, **opened} if opened else targets
+        self.state_dict = {**targets, **checker.memories, **opened}
         return LoadPlan(self._read_items(targets, checker))
 
     def _read_items(self, targets: Mapping[str, Any], checker: TargetChecker) -> list[ReadItem]:
@@ -352,7 +354,10 @@ class DefaultLoadPlanner(LoadPlanner):
         """
         self.check_values()
         leaves = {name: leaf for name, leaf in self.state_dict.items() if name not in self._loaded}
+        close_in_place(self._in_place.values())
+        leaves.update(self._in_place)
         leaves.update({name: target.close() for name, target in self._open.items()})
+        filled: Filled = {}
         for name, value in self._loaded.items():
             target = self.state_dict[name]
             if name in self._inside:
@@ -360,7 +365,7 @@ class DefaultLoadPlanner(LoadPlanner):
                     target = replace_at(target, option, pick(value, option))
                 leaves[name] = target
             else:
-                leaves[name] = merge_value(target, value)
+                leaves[name] = merge_value(target, value, filled)
         return rebuild_into(self.original_state_dict, self._tree, leaves)
 
     def _metadata(self) -> Metadata:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from savestream.planners.containers import (
     ABSENT,
@@ -21,8 +22,9 @@ from savestream.planners.paths import Index, Path, part_text
 from savestream.planners.recorded import RecordedEnum, class_name, index_types, rebuild_enum
 from savestream.planners.structure import LeafNode, MappingNode, StateTree
 from savestream.planners.trees import node_parts
+from savestream.planners.value_encoding import encode_value_bytes
 
-__all__ = ["merge_value", "nest_picked", "pick", "rebuild_from_tree", "rebuild_into", "replace_at"]
+__all__ = ["Filled", "merge_value", "nest_picked", "pick", "rebuild_from_tree", "rebuild_into", "replace_at"]
 
 
 def rebuild_from_tree(tree: StateTree, leaves: Mapping[str, Any], *, types: Sequence[type] = ()) -> Any:
@@ -82,14 +84,21 @@ def _rebuild_dict(target: dict[str, Any], tree: MappingNode, leaves: Mapping[str
     return target
 
 
-def merge_value(target: Any, saved: Any) -> Any:
+Filled: TypeAlias = dict[int, tuple[Any, Any]]  # by identity: a container of the target, and the value that it took
+
+
+def merge_value(target: Any, saved: Any, filled: Filled | None = None) -> Any:
     """A saved plain value in the target's containers.
 
     Containers keep the target's class and identity. A sequence takes the saved length: a history that has grown since
     comes back whole. Of mappings and records, entries that only the target has stay, and those that only the saved
     value has are ignored. A random generator takes over the saved one's state. Where nothing can be matched, the saved
     value itself is the result.
+
+    ``filled`` is what earlier merges of the same load have filled. A container that the target holds at several places
+    stays shared where all take the same value; where they do not, the later ones take a copy.
     """
+    filled = {} if filled is None else filled
     form = adopting_form(target)
     if form is not None and adoption_problem(target, saved) is None:
         form.adopt(target, saved)
@@ -101,17 +110,32 @@ def merge_value(target: Any, saved: Any) -> Any:
     if category is None or category != category_of(saved):
         return saved
     parts, children = contents(saved, category, "")
+    target = _unshared(target, saved, filled)
     if type(target) in SEQUENCES and len(target) != len(children):
-        merged = [merge_value(own, child) for own, child in zip(target, children, strict=False)]
+        merged = [merge_value(own, child, filled) for own, child in zip(target, children, strict=False)]
         return refill_sequence(target, [*merged, *children[len(merged) :]])
     values = {part_text(part): child for part, child in zip(parts, children, strict=True)}
     changes: dict[Any, Any] = {}
     for own, child in zip(*contents(target, category, ""), strict=True):
         if (text := part_text(own)) in values:
-            merged = merge_value(child, values[text])
+            merged = merge_value(child, values[text], filled)
             if merged is not child:
                 changes[_subscript(own)] = merged
     return put_contents(target, category, changes)
+
+
+def _unshared(target: Any, saved: Any, filled: Filled) -> Any:
+    """The container itself, or a copy where another place of the target holds it too and took another value."""
+    if isinstance(target, tuple):
+        return target  # replaced, not changed
+    _, taken = filled.setdefault(id(target), (target, saved))
+    if taken is saved or _encoded(taken) == _encoded(saved):
+        return target
+    return copy.copy(target)
+
+
+def _encoded(value: Any) -> bytes:
+    return encode_value_bytes(value, "", allow_pickle=True)  # only to compare exactly; never stored, never unpickled
 
 
 def pick(value: Any, path: Path) -> Any:
