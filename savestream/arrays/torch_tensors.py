@@ -65,7 +65,7 @@ def torch_refusal(value: Any) -> str:
     if "Fake" in name or "Functional" in name:
         return "it holds no data, as tensors under tracing do; save the real tensors, outside of the tracing"
     if "Uninitialized" in name:
-        return "a lazy module's parameter has no data before the first forward pass; run one before saving"
+        return "a lazy module's parameter has no data before the first forward pass; run one first"
     return (
         "a subclass of torch.Tensor may hold more than its elements; store the plain tensors that it is made of, or "
         "give it global_shape, global_offsets, local_offsets and local_sizes (CheckpointableTensor)"
@@ -256,18 +256,29 @@ class TorchAdapter(ArrayAdapter):
             return None
         return self._shown(array.detach())
 
+    def own_memories(self, arrays: Sequence[Any]) -> list[HostArray | None]:
+        tensor, elements = self._tensor, self._elements
+        if any(map(tensor.is_neg, arrays)) or any(map(tensor.is_conj, arrays)):
+            return super().own_memories(arrays)
+        read = operator.attrgetter("is_cpu", "dtype")
+        if {(is_cpu, elements[dtype].shown_as) for is_cpu, dtype in set(map(read, arrays))} == {(True, None)}:
+            return list(map(tensor.numpy, map(tensor.detach, arrays)))
+        return super().own_memories(arrays)
+
     def is_filled_in_place(self, array: Any) -> bool:
         return bool(array.device.type != "meta")
 
+    def changed(self, arrays: Sequence[Any]) -> None:
+        tracked = [array for array in arrays if not array.is_inference()]  # inference tensors have no version
+        if tracked:
+            self._torch.autograd.graph.increment_version(tracked)
+
     def filled(self, array: Any, parts: Sequence[tuple[Shape, HostArray]]) -> Any:
-        torch = self._torch
         if array.device.type == "meta":
             return self._materialised(array, parts[0][1])
-        with torch.no_grad():
-            if self.own_memory(array) is None:
-                array.detach().copy_(self.from_host(parts[0][1], self._elements[array.dtype].name))
-            if not array.is_inference():  # autograd has to learn that the content changed
-                torch.autograd.graph.increment_version(array)
+        with self._torch.inference_mode(array.is_inference()), self._torch.no_grad():
+            array.detach().copy_(self.from_host(parts[0][1], self._elements[array.dtype].name))
+        self.changed([array])
         return array
 
     def _materialised(self, array: Any, content: HostArray) -> Any:

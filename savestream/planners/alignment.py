@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from savestream.arrays import adapter_for
+from savestream.arrays import adapter_for, array_refusal
 from savestream.errors import SavestreamError
 from savestream.planners.containers import ABSENT, SEQUENCES, Category, category_of, contents, has_str_keys
 from savestream.planners.flattening import VALUE, flatten
@@ -251,4 +251,6 @@ def _describe(value: object) -> str:
         return "an array"
     if category_of(value) is not None or value is None:
         return "None" if value is None else f"a {type(value).__name__}"
+    if (refusal := array_refusal(value)) is not None:
+        return f"an array that cannot be filled ({describe_type(value)}: {refusal})"
     return f"a plain value ({describe_type(value)})"
