@@ -61,6 +61,7 @@ from savestream.planners import (
     SavePlanner,
     ShardedArray,
 )
+from savestream.rng_state import capture_rng_state, restore_rng_state
 from savestream.storage_backends import register_backend
 from savestream.version import __version__
 
@@ -111,6 +112,7 @@ __all__ = [
     "UsageError",
     "VerifyReport",
     "__version__",
+    "capture_rng_state",
     "delete",
     "exists",
     "iter_arrays",
@@ -118,6 +120,7 @@ __all__ = [
     "load",
     "read_manifest",
     "register_backend",
+    "restore_rng_state",
     "save",
     "start_save",
     "submit",

@@ -23,12 +23,13 @@ ALLOWED: dict[str, set[str]] = {
     "planners": {"errors", "arrays", "events"},
     "storage_backends": {"errors", "events", "threads"},
     "pipeline": {"errors", "version", "arrays", "events", "threads", "planners", "storage_backends"},
+    "rng_state": {"errors", "arrays", "planners"},
     "blocking": {PUBLIC},
     "integrations": {PUBLIC},
     "cli": {PUBLIC},
     "__main__": {"cli"},
 }
-ALLOWED[PUBLIC] = {"errors", "version", "arrays", "events", "planners", "storage_backends", "pipeline"}
+ALLOWED[PUBLIC] = {"errors", "version", "arrays", "events", "planners", "rng_state", "storage_backends", "pipeline"}
 
 FRAMEWORKS = {"torch", "jax", "jaxlib", "flax", "lightning", "pytorch_lightning", "transformers", "tensorflow", "cupy"}
 OPTIONAL = FRAMEWORKS | {"rich", "typer", "obstore"}
