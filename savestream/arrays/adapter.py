@@ -120,6 +120,13 @@ class ArrayAdapter(abc.ABC):
         del array
         return None
 
+    def own_memories(self, arrays: Sequence[Any]) -> list[HostArray | None]:
+        """:meth:`own_memory` of many targets."""
+        return [self.own_memory(array) for array in arrays]
+
+    def changed(self, arrays: Sequence[Any]) -> None:  # noqa: B027 - most frameworks need not know
+        """Called when the targets' own memory has been filled."""
+
     def is_filled_in_place(self, array: Any) -> bool:
         """Whether a load changes the target itself, so that no other target may share its memory."""
         return self.own_memory(array) is not None
@@ -129,14 +136,14 @@ class ArrayAdapter(abc.ABC):
         del array, key
         return None
 
-    @abc.abstractmethod
     def filled(self, array: Any, parts: Sequence[tuple[Shape, HostArray]]) -> Any:
         """The leaf that takes the target's place, now that its boxes are read.
 
-        ``parts`` are offsets and elements of each box, in the order of :meth:`target_boxes`; of the whole array at
-        offsets 0 where there are none. They are the target's own memory where it gave that, else fresh, page-aligned
-        buffers that nobody else keeps. Targets that can be changed are changed and returned.
+        Only for targets without memory of their own. ``parts`` are offsets and elements of each box, in the order of
+        :meth:`target_boxes`; of the whole array at offsets 0 where there are none. They are fresh, page-aligned buffers
+        that nobody else keeps. Targets that can be changed are changed and returned.
         """
+        raise NotImplementedError(f"{type(self).__qualname__}: its arrays have memory of their own")
 
     @abc.abstractmethod
     def from_host(self, array: HostArray, dtype: str) -> Any:

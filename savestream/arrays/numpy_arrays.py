@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from savestream.arrays.adapter import ArrayAdapter, ArrayInfo, HostArray, Shape
+from savestream.arrays.adapter import ArrayAdapter, ArrayInfo, HostArray
 from savestream.arrays.dtypes import interned_dtype_name
 from savestream.errors import UnsafeObjectError
 
@@ -45,10 +45,6 @@ class NumpyAdapter(ArrayAdapter):
 
     def own_memory(self, array: Any) -> HostArray | None:
         return np.asarray(array)
-
-    def filled(self, array: Any, parts: Sequence[tuple[Shape, HostArray]]) -> Any:
-        del parts
-        return array
 
     def from_host(self, array: HostArray, dtype: str) -> Any:
         del dtype

@@ -9,7 +9,15 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from savestream.arrays import ArrayAdapter, ArrayInfo, adapter_for, array_info, dtype_from_name, is_opaque_dtype
+from savestream.arrays import (
+    ArrayAdapter,
+    ArrayInfo,
+    HostArray,
+    adapter_for,
+    array_info,
+    dtype_from_name,
+    is_opaque_dtype,
+)
 from savestream.errors import PlanError, SavestreamError
 from savestream.planners.load_plans import same_storage
 from savestream.planners.metadata import (
@@ -35,6 +43,15 @@ class LoadRequest(msgspec.Struct, frozen=True):
     cast: bool
 
 
+class _Group(msgspec.Struct):
+    """Arrays of one framework, column by column."""
+
+    adapter: ArrayAdapter
+    infos: Sequence[ArrayInfo]
+    addresses: Sequence[int]
+    memories: Sequence[HostArray | None]
+
+
 class TargetChecker:
     """Compares array leaves of a target with the checkpoint's entries.
 
@@ -46,8 +63,10 @@ class TargetChecker:
         One line for each fault.
     repeated
         ``(name, offset)`` of boxes whose memory is filled through another leaf already.
+    memories
+        Leaves of other frameworks than numpy, as numpy views of their own memory.
     open_targets
-        Leaves that are no numpy arrays, and how each is filled.
+        Leaves that have no such memory, and how each is filled.
     """
 
     def __init__(self, request: LoadRequest) -> None:
@@ -58,6 +77,7 @@ class TargetChecker:
         self.dtype_mismatches: list[str] = []
         self.problems: list[str] = []
         self.repeated: set[tuple[str, Shape | None]] = set()
+        self.memories: dict[str, HostArray] = {}
         self.open_targets: dict[str, OpenTarget | OpenShards] = {}
         self._arrays: list[TargetArray] = []
         self._names: dict[np.dtype[Any], str] = {}
@@ -104,31 +124,39 @@ class TargetChecker:
         """Check all leaves of one framework; all at once where none of them is wrong, which is far quicker."""
         try:
             infos = adapter.target_infos(leaves, names)
-            addresses = adapter.addresses(leaves)
         except SavestreamError:
-            for name, leaf in zip(names, leaves, strict=True):
-                with self._noting_problems():
-                    info = adapter.target_info(leaf, name)
-                    self._check_array(adapter, name, leaf, info, adapter.addresses([leaf])[0])
+            self._check_one_by_one(adapter, names, leaves)
             return
-        for name, leaf, info, address in zip(names, leaves, infos, addresses, strict=True):
-            with self._noting_problems():
-                self._check_array(adapter, name, leaf, info, address)
+        group = _Group(adapter, infos, adapter.addresses(leaves), adapter.own_memories(leaves))
+        self._check_arrays(group, names, leaves)
 
-    def _check_array(self, adapter: ArrayAdapter, name: str, leaf: Any, info: ArrayInfo, address: int) -> None:
-        entry = self._entries[name]
-        assert isinstance(entry, TensorStorageMetadata)  # noqa: S101 - only such are grouped
-        self._compare(name, info.shape, info.dtype, entry)
-        boxes = adapter.target_boxes(leaf, name)
-        if boxes is None:
-            chunks = None
+    def _check_one_by_one(self, adapter: ArrayAdapter, names: Sequence[str], leaves: Sequence[Any]) -> None:
+        for name, leaf in zip(names, leaves, strict=True):
+            with self._noting_problems():
+                info = adapter.target_info(leaf, name)
+                self._check_arrays(_Group(adapter, [info], adapter.addresses([leaf]), [None]), [name], [leaf])
+
+    def _check_arrays(self, group: _Group, names: Sequence[str], leaves: Sequence[Any]) -> None:
+        adapter = group.adapter
+        columns = zip(names, leaves, group.infos, group.addresses, group.memories, strict=True)
+        for name, leaf, info, address, memory in columns:
+            self._compare(name, info.shape, info.dtype, self._entries[name])
             self.boxes[name] = self._whole_box(info.shape)
-        else:
+            if problem := adapter.fill_problem(leaf):
+                self._note_problem(name, problem)
+            elif memory is not None:
+                self.memories[name] = memory
+                self._arrays.append(TargetArray(name, (), leaf, info, address))
+            else:
+                with self._noting_problems():
+                    self._open_target(adapter, name, leaf, info, address)
+
+    def _open_target(self, adapter: ArrayAdapter, name: str, leaf: Any, info: ArrayInfo, address: int) -> None:
+        boxes = adapter.target_boxes(leaf, name)
+        chunks = None
+        if boxes is not None:
             chunks = self.boxes[name] = [ChunkStorageMetadata(offsets, sizes) for offsets, sizes in boxes]
-        if problem := adapter.fill_problem(leaf):
-            self._note_problem(name, problem)
-            return
-        self.open_targets[name] = OpenTarget(adapter, leaf, info.dtype, info.shape, chunks, adapter.own_memory(leaf))
+        self.open_targets[name] = OpenTarget(adapter, leaf, info.dtype, info.shape, chunks)
         if adapter.is_filled_in_place(leaf):
             self._arrays.append(TargetArray(name, (), leaf, info, address))
 
@@ -173,7 +201,7 @@ class TargetChecker:
             boxes = self._whole[shape] = [ChunkStorageMetadata((0,) * len(shape), shape)]
         return boxes
 
-    def _compare(self, name: str, shape: Shape, dtype: str, entry: TensorStorageMetadata) -> None:
+    def _compare(self, name: str, shape: Shape, dtype: str, entry: Any) -> None:
         if shape != entry.size:
             self.shape_mismatches.append(f"{name} (checkpoint {entry.size}, target {shape})")
         stored = entry.properties.dtype

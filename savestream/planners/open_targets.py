@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from savestream.arrays import ArrayAdapter, HostArray, dtype_from_name
+from savestream.arrays import ArrayAdapter, HostArray, adapter_for, dtype_from_name
 from savestream.planners.metadata import ChunkStorageMetadata, Shape
 from savestream.planners.sharding import ShardedArray
 
-__all__ = ["Allocate", "OpenShards", "OpenTarget", "Shard", "allocate_plain"]
+__all__ = ["Allocate", "OpenShards", "OpenTarget", "Shard", "allocate_plain", "close_in_place"]
 
 Allocate = Callable[[str, Shape], HostArray]
 
@@ -23,14 +23,13 @@ def allocate_plain(dtype: str, shape: Shape) -> HostArray:
 
 
 class OpenTarget(msgspec.Struct):
-    """A leaf that is one array: filled in its own memory, or through buffers of which a new leaf is made."""
+    """A leaf that is one array without host memory of its own: buffers are read, and a leaf is made of them."""
 
     adapter: ArrayAdapter
     leaf: Any
     dtype: str
     shape: Shape
     boxes: Sequence[ChunkStorageMetadata] | None
-    memory: HostArray | None
     _parts: list[tuple[Shape, HostArray]] = []
 
     def open(self, allocate: Allocate) -> Any:
@@ -38,13 +37,13 @@ class OpenTarget(msgspec.Struct):
         if self.boxes is not None:
             self._parts = [(box.offsets, allocate(self.dtype, box.sizes)) for box in self.boxes]
             return ShardedArray(self.shape, self._parts, dtype=self.dtype)
-        memory = allocate(self.dtype, self.shape) if self.memory is None else self.memory
-        self._parts = [((0,) * len(self.shape), memory)]
-        return memory
+        buffer = allocate(self.dtype, self.shape)
+        self._parts = [((0,) * len(self.shape), buffer)]
+        return buffer
 
     def close(self) -> Any:
         """The leaf that belongs in the target, now that everything is read."""
-        parts, self._parts, self.memory = self._parts, [], None
+        parts, self._parts = self._parts, []
         return self.adapter.filled(self.leaf, parts)
 
 
@@ -56,6 +55,13 @@ class Shard(msgspec.Struct):
     array: Any
     adapter: ArrayAdapter
     memory: HostArray | None
+
+    def close(self, filled: HostArray) -> Any:
+        """The array that holds the box, now that it is read."""
+        if self.memory is None:
+            return self.adapter.filled(self.array, [((0,) * len(self.sizes), filled)])
+        self.adapter.changed([self.array])
+        return self.array
 
 
 class OpenShards(msgspec.Struct):
@@ -78,11 +84,19 @@ class OpenShards(msgspec.Struct):
     def close(self) -> Any:
         """The leaf itself; a ShardedArray whose shards had to be made anew is made anew too."""
         filled, self._filled = self._filled, []
-        arrays = [
-            shard.adapter.filled(shard.array, [((0,) * len(shard.sizes), array)])
-            for shard, array in zip(self.shards, filled, strict=True)
-        ]
+        arrays = [shard.close(array) for shard, array in zip(self.shards, filled, strict=True)]
         if all(array is shard.array for array, shard in zip(arrays, self.shards, strict=True)):
             return self.leaf
         pairs = [(shard.offsets, array) for shard, array in zip(self.shards, arrays, strict=True)]
         return ShardedArray(self.shape, pairs, replicated=self.leaf.replicated, dtype=self.dtype)
+
+
+def close_in_place(leaves: Iterable[Any]) -> None:
+    """Tell the frameworks of leaves that their own memory was filled."""
+    groups: dict[type, list[Any]] = {}
+    for leaf in leaves:
+        groups.setdefault(type(leaf), []).append(leaf)
+    for kind, alike in groups.items():
+        adapter = adapter_for(kind)
+        if adapter is not None:
+            adapter.changed(alike)

@@ -16,7 +16,7 @@ __all__ = ["TargetArray", "examine_targets"]
 _MAXIMUM_WORK = 100_000  # of numpy's exact test for common elements
 
 
-class TargetArray(msgspec.Struct, frozen=True):
+class TargetArray(msgspec.Struct, frozen=True, gc=False):
     """An array to fill in place: the leaf's name, which of its boxes it is, the array, and where that lies."""
 
     name: str
@@ -38,7 +38,9 @@ def examine_targets(targets: Sequence[TargetArray]) -> tuple[list[tuple[int, int
     """
     if _all_independent(targets):
         return [], []
-    spans = [_span(target) for target in targets]
+    spans: list[Any] = [_span(target) for target in targets]  # each with info and address
+    if _all_apart(spans):
+        return [], []
     problems = [
         (position, f"{targets[position].name}: the target's elements overlap each other; load into a copy of it")
         for position, span in enumerate(spans)
@@ -63,11 +65,30 @@ class _Span(msgspec.Struct, frozen=True, gc=False):
     address: int
 
 
-def _span(target: TargetArray) -> _Span:
+def _span(target: TargetArray) -> _Span | TargetArray:
     if target.info is not None:
-        return _Span(target.info, target.address)
+        return target
     adapter = adapter_of(target.array)
     return _Span(adapter.info(target.array, target.name), adapter.addresses([target.array])[0])
+
+
+def _all_apart(spans: Sequence[Any]) -> bool:
+    """Whether no array overlaps itself or reaches into another one's range: one sort tells, for any number."""
+    reaches = {id(info): _reach(info) for info in {id(span.info): span.info for span in spans}.values()}
+    if any(_overlaps_itself(span.info) for span in {id(span.info): span for span in spans}.values()):
+        return False
+    bounds = np.array([reaches[id(span.info)] for span in spans], np.int64).reshape(-1, 2)
+    bounds += np.fromiter((span.address for span in spans), np.int64, len(spans))[:, None]
+    bounds = bounds[np.argsort(bounds[:, 0], kind="stable")]
+    return bool((bounds[1:, 0] >= np.maximum.accumulate(bounds[:, 1])[:-1]).all())
+
+
+def _reach(info: ArrayInfo) -> tuple[int, int]:
+    """Where the elements begin and end, from the address of the first one on."""
+    if not info.nbytes:
+        return 0, 0
+    reach = [stride * (size - 1) for stride, size in zip(info.strides, info.shape, strict=True)]
+    return sum([step for step in reach if step < 0]), sum([step for step in reach if step > 0]) + info.itemsize
 
 
 def _all_independent(targets: Sequence[TargetArray]) -> bool:
@@ -99,14 +120,12 @@ def _overlaps_itself(info: ArrayInfo) -> bool:
     return False
 
 
-def _bounds(span: _Span) -> tuple[int, int]:
-    info = span.info
-    reach = [stride * (size - 1) for stride, size in zip(info.strides, info.shape, strict=True)]
-    low = span.address + sum([step for step in reach if step < 0])
-    return low, span.address + sum([step for step in reach if step > 0]) + info.itemsize
+def _bounds(span: Any) -> tuple[int, int]:
+    low, high = _reach(span.info)
+    return span.address + low, span.address + high
 
 
-def _overlapping(targets: Sequence[_Span], positions: Sequence[int]) -> list[tuple[int, int]]:
+def _overlapping(targets: Sequence[Any], positions: Sequence[int]) -> list[tuple[int, int]]:
     """Pairs that share memory, by a sweep over the addresses."""
     spans = sorted([(*_bounds(targets[position]), position) for position in positions])
     found: list[tuple[int, int]] = []
@@ -125,7 +144,7 @@ def _overlapping(targets: Sequence[_Span], positions: Sequence[int]) -> list[tup
     return sorted(found)
 
 
-def _share_memory(first: _Span, second: _Span) -> bool:
+def _share_memory(first: Any, second: Any) -> bool:
     try:
         # numpy's stubs allow only two special values for max_work
         return bool(np.shares_memory(_shadow(first), _shadow(second), max_work=_MAXIMUM_WORK))  # type: ignore[arg-type]
@@ -136,7 +155,7 @@ def _share_memory(first: _Span, second: _Span) -> bool:
 class _Interface:
     """Gives numpy the layout of an array whose elements are never looked at (they may lie on a device)."""
 
-    def __init__(self, span: _Span) -> None:
+    def __init__(self, span: Any) -> None:
         info = span.info
         self.__array_interface__ = {
             "version": 3,
@@ -147,5 +166,5 @@ class _Interface:
         }
 
 
-def _shadow(span: _Span) -> Any:
+def _shadow(span: Any) -> Any:
     return np.asarray(_Interface(span))
