@@ -18,7 +18,7 @@ from savestream.pipeline.stage_clock import StageClock
 from savestream.storage_backends import Location
 from savestream.threads import run_in_worker
 
-__all__ = ["VerifyReport", "verify_checkpoint"]
+__all__ = ["VerifyReport", "verify_checkpoint", "verify_opened"]
 
 
 class VerifyReport(msgspec.Struct, frozen=True):
@@ -32,10 +32,11 @@ class VerifyReport(msgspec.Struct, frozen=True):
 
 async def verify_checkpoint(location: Location, options: LoadOptions, observer: Observer | None) -> VerifyReport:
     """Read everything and check every digest; one error lists all damage."""
-    return await following_overwrites(location, lambda checkpoint: _verify(checkpoint, options, observer))
+    return await following_overwrites(location, lambda checkpoint: verify_opened(checkpoint, options, observer))
 
 
-async def _verify(checkpoint: OpenCheckpoint, options: LoadOptions, observer: Observer | None) -> VerifyReport:
+async def verify_opened(checkpoint: OpenCheckpoint, options: LoadOptions, observer: Observer | None) -> VerifyReport:
+    """:func:`verify_checkpoint` for one whose root is at hand, committed or not."""
     problems: list[CorruptCheckpointError] = []
     for number in range(len(checkpoint.root.parts)):
         try:
