@@ -28,26 +28,28 @@ __all__ = [
 ]
 
 _NUMPY = NumpyAdapter()
-_FILES = FileArrayAdapter()
+# Classes of frameworks live as long as the process; any other class may go, and must not be kept by being known here.
+_supported: dict[type, ArrayAdapter] = {FileArray: FileArrayAdapter(), **dict.fromkeys(NUMPY_TYPES, _NUMPY)}
 _found: weakref.WeakKeyDictionary[type, ArrayAdapter | None] = weakref.WeakKeyDictionary()
 
 
 def adapter_for(kind: type) -> ArrayAdapter | None:
     """The adapter for leaves of exactly this class, or None where it is no supported array."""
-    if kind in NUMPY_TYPES:
-        return _NUMPY
-    if kind not in _found:
-        _found[kind] = _find(kind)
-    return _found[kind]
+    adapter = _supported.get(kind)
+    if adapter is None:
+        if kind not in _found:
+            _found[kind] = _find(kind)
+        adapter = _found[kind]
+    return adapter
 
 
 def _find(kind: type) -> ArrayAdapter | None:
-    if kind is FileArray:
-        return _FILES
-    if is_torch_type(kind):
-        return torch_adapter_for(kind)
-    if is_jax_type(kind):
-        return jax_adapter_for(kind)
+    for is_own, find in ((is_torch_type, torch_adapter_for), (is_jax_type, jax_adapter_for)):
+        if is_own(kind):
+            adapter: ArrayAdapter | None = find(kind)
+            if adapter is not None:
+                _supported[kind] = adapter
+            return adapter
     return None
 
 
