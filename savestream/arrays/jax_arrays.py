@@ -168,7 +168,7 @@ class JaxAdapter(ArrayAdapter):
         """Where the buffer lies in host memory; addresses of different devices could be equal by chance."""
         try:
             devices = array.sharding.device_set
-            if next(iter(devices)).platform != "cpu":
+            if next(iter(devices)).platform != "cpu" or not array.sharding.is_fully_replicated:
                 return 0
             if len(devices) > 1:
                 array = array.addressable_data(0)  # all replicas are equal
@@ -322,7 +322,7 @@ class JaxAdapter(ArrayAdapter):
         if self._holds(dtype):
             yield
             return
-        switch = getattr(self._jax, "enable_x64", None) or self._jax.experimental.enable_x64
+        switch = self._jax.enable_x64 if hasattr(self._jax, "enable_x64") else self._jax.experimental.enable_x64
         with switch(True):
             yield
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,10 @@ import pytest
 HERE = Path(__file__).parent
 # 'make test' installs neither and deselects these tests by their marker; they could not even be imported there.
 collect_ignore_glob = [] if all(map(importlib.util.find_spec, ("torch", "jax"))) else ["*/test_*.py", "test_*.py"]
+
+# Eight devices on the processor, for arrays that lie in several places. JAX reads this when it first looks for devices.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
