@@ -22,7 +22,12 @@ ARGUMENTS = {
 LIBRARIES = {"tiny_network.py", "demo_display.py"}
 TESTED_ELSEWHERE = {"demo.py", "read_without_savestream.py"}
 
-README_BLOCKS = re.findall(r"^```python\n(.*?)^```$", (PROJECT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
+# Blocks that need a framework run in tests/frameworks.
+README_BLOCKS = [
+    block
+    for block in re.findall(r"^```python\n(.*?)^```$", (PROJECT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
+    if not re.search(r"^import (torch|jax)", block, re.M)
+]
 
 
 def run(directory: Path, *command: str) -> str:
