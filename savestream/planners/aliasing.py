@@ -9,7 +9,7 @@ import numpy as np
 
 from savestream.arrays import ArrayInfo
 from savestream.arrays.dtypes import interned_dtype_name
-from savestream.planners.flattening import ARRAY, FlatState
+from savestream.planners.flattening import ARRAY, SHARDED, FlatState
 
 __all__ = ["alias_partition"]
 
@@ -17,9 +17,10 @@ __all__ = ["alias_partition"]
 def alias_partition(flat: FlatState) -> dict[int, int]:
     """For each array leaf that repeats an earlier one: its position and that of the first.
 
-    Two leaves are the same where address, dtype, shape, strides and the variant (device, conjugation) are equal and
-    there is at least one byte. Reading numpy's addresses costs far more than everything else here, so only leaves that
-    can be aliases are asked for theirs: arrays that own their memory are told apart by identity.
+    A sharded leaf repeats another where both are the same object. Of the others, two are the same where address, dtype,
+    shape, strides and the variant (device, conjugation) are equal and there is at least one byte. Reading numpy's
+    addresses costs far more than everything else here, so only leaves that can be aliases are asked for theirs: arrays
+    that own their memory are told apart by identity.
     """
     arrays = [leaf for leaf in flat.leaves if type(leaf) is np.ndarray] if np.ndarray in flat.types else []
     owners = set(map(type, map(attrgetter("base"), arrays))) <= {type(None)}
@@ -28,6 +29,10 @@ def alias_partition(flat: FlatState) -> dict[int, int]:
         aliases.update(_other_aliases(flat))
         if arrays:
             _join_frameworks(flat, aliases)
+    first_of: dict[int, int] = {}
+    for position in flat.positions(SHARDED):
+        if (first := first_of.setdefault(id(flat.leaves[position]), position)) != position:
+            aliases[position] = first
     return aliases
 
 

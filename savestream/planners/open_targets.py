@@ -30,13 +30,14 @@ class OpenTarget(msgspec.Struct):
     dtype: str
     shape: Shape
     boxes: Sequence[ChunkStorageMetadata] | None
+    repeated: bool = False  # its memory is filled through another leaf
     _parts: list[tuple[Shape, HostArray]] = []
 
     def open(self, allocate: Allocate) -> Any:
         """What to fill: an array, or the boxes of one."""
         if self.boxes is not None:
             self._parts = [(box.offsets, allocate(self.dtype, box.sizes)) for box in self.boxes]
-            return ShardedArray(self.shape, self._parts, dtype=self.dtype)
+            return _buffers(self.shape, self._parts, self.dtype)
         buffer = allocate(self.dtype, self.shape)
         self._parts = [((0,) * len(self.shape), buffer)]
         return buffer
@@ -44,7 +45,17 @@ class OpenTarget(msgspec.Struct):
     def close(self) -> Any:
         """The leaf that belongs in the target, now that everything is read."""
         parts, self._parts = self._parts, []
-        return self.adapter.filled(self.leaf, parts)
+        return self.leaf if self.repeated else self.adapter.filled(self.leaf, parts)
+
+    def mark_repeated(self, offsets: Shape) -> None:
+        """Note that what would be filled is filled through another leaf already."""
+        del offsets
+        self.repeated = True
+
+
+def _buffers(shape: Shape, parts: Sequence[tuple[Shape, HostArray]], dtype: str) -> ShardedArray:
+    """Boxes to fill. Their dtype is numpy's, which has other names for what numpy has no such type for."""
+    return ShardedArray(shape, parts, dtype=None if parts else dtype)
 
 
 class Shard(msgspec.Struct):
@@ -55,9 +66,12 @@ class Shard(msgspec.Struct):
     array: Any
     adapter: ArrayAdapter
     memory: HostArray | None
+    repeated: bool = False  # its memory is filled through another leaf
 
     def close(self, filled: HostArray) -> Any:
         """The array that holds the box, now that it is read."""
+        if self.repeated:
+            return self.array
         if self.memory is None:
             return self.adapter.filled(self.array, [((0,) * len(self.sizes), filled)])
         self.adapter.changed([self.array])
@@ -73,13 +87,19 @@ class OpenShards(msgspec.Struct):
     shards: Sequence[Shard]
     _filled: list[HostArray] = []
 
+    def mark_repeated(self, offsets: Shape) -> None:
+        """Note that the box there is filled through another leaf already."""
+        for shard in self.shards:
+            if shard.offsets == offsets:
+                shard.repeated = True
+
     def open(self, allocate: Allocate) -> Any:
         """The boxes to fill."""
         self._filled = [
             allocate(self.dtype, shard.sizes) if shard.memory is None else shard.memory for shard in self.shards
         ]
         pairs = [(shard.offsets, array) for shard, array in zip(self.shards, self._filled, strict=True)]
-        return ShardedArray(self.shape, pairs, dtype=self.dtype)
+        return _buffers(self.shape, pairs, self.dtype)
 
     def close(self) -> Any:
         """The leaf itself; a ShardedArray whose shards had to be made anew is made anew too."""

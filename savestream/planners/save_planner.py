@@ -114,13 +114,16 @@ class DefaultSavePlanner(SavePlanner):
         """Plan arrays that a framework holds in several places as the boxes that they consist of."""
         if flat.types <= plain_array_types():
             return
+        known: dict[int, tuple[Any, ShardedArray]] = {}  # one array under several names stays one
         for position in list(flat.positions(ARRAY)):
             leaf, name = flat.leaves[position], flat.names[position]
             adapter = adapter_for(type(leaf))
-            parts = adapter.split(leaf, name) if adapter is not None else None
-            if adapter is not None and parts is not None:
-                dtype = adapter.info(leaf, name).dtype
-                flat.split_leaf(position, ShardedArray(leaf.shape, parts, dtype=dtype))
+            if adapter is None:
+                continue
+            if id(leaf) not in known and (parts := adapter.split(leaf, name)) is not None:
+                known[id(leaf)] = (leaf, ShardedArray(leaf.shape, parts, dtype=adapter.info(leaf, name).dtype))
+            if id(leaf) in known:
+                flat.split_leaf(position, known[id(leaf)][1])
 
     def _flatten_shards(self, flat: FlatState) -> None:
         for position, leaf in enumerate(flat.leaves):

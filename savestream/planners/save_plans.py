@@ -85,7 +85,8 @@ def create_write_items(flat: FlatState, values: Mapping[str, CapturedValue]) -> 
             continue
         indices.append(None)
         if kind == SHARDED:
-            items += builder.shards(name, leaf)
+            first = aliases.get(position)
+            items += builder.shards(name, leaf, None if first is None else flat.names[first])
         else:
             data = values[name]
             written = BytesIOWriteData(len(data.data), data.encoding)
@@ -123,7 +124,8 @@ class _ItemBuilder:
             data = self._data[id(properties), shape] = TensorWriteData(self._whole(shape), properties, shape)
         return WriteItem(MetadataIndex(name, data.chunk.offsets, 0), WriteItemType.TENSOR, None, data)
 
-    def shards(self, name: str, leaf: Any) -> list[WriteItem]:
+    def shards(self, name: str, leaf: Any, alias_of: str | None) -> list[WriteItem]:
+        """The items of a sharded leaf, which may be that of another name."""
         shape, chunks = shard_chunks(leaf, name)
         replicated = bool(getattr(leaf, "replicated", False))
         if 0 in shape:  # every rank describes an empty array the same way
@@ -137,7 +139,7 @@ class _ItemBuilder:
                 WriteItemType.SHARD,
                 None,
                 TensorWriteData(chunk, properties, shape),
-                None,
+                None if alias_of is None or 0 in shape else MetadataIndex(alias_of, chunk.offsets, position),
                 replicated,
             )
             for position, chunk in enumerate(chunks)

@@ -265,7 +265,9 @@ async def test_numpy_and_jax_fill_each_others_targets(tmp_path: Path) -> None:
     own = dict(into_numpy)
     found = await savestream.load(tmp_path / "j", into_numpy)
     assert all(found[name] is own[name] for name in host)
-    into_jax = await savestream.load(tmp_path / "n", {name: placed(np.zeros_like(array)) for name, array in host.items()})
+    into_jax = await savestream.load(
+        tmp_path / "n", {name: placed(np.zeros_like(array)) for name, array in host.items()}
+    )
     for name, array in host.items():
         assert bits(found[name]) == bits(into_jax[name]) == bits(array)
 
