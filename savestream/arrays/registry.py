@@ -11,6 +11,7 @@ import numpy as np
 from savestream.arrays.adapter import ArrayAdapter, ArrayInfo
 from savestream.arrays.elements import HostArray
 from savestream.arrays.file_arrays import FileArray, FileArrayAdapter
+from savestream.arrays.foreign_arrays import foreign_adapter_for
 from savestream.arrays.jax_arrays import is_jax_type, jax_adapter_for, jax_refusal
 from savestream.arrays.numpy_arrays import NUMPY_TYPES, NumpyAdapter
 from savestream.arrays.torch_tensors import is_torch_type, torch_adapter_for, torch_refusal
@@ -50,7 +51,7 @@ def _find(kind: type) -> ArrayAdapter | None:
             if adapter is not None:
                 _supported[kind] = adapter
             return adapter
-    return None
+    return foreign_adapter_for(kind)
 
 
 def adapter_of(array: object) -> ArrayAdapter:

@@ -224,8 +224,10 @@ class TargetChecker:
             elif one.name == other.name:
                 self.problems.append(f"{one.name}: two boxes of the target are the same memory")
             else:
-                box = (0,) * len(one.array.shape) if not other.offsets else other.offsets
+                box = other.offsets or (0,) * len(self._entries[other.name].size)  # type: ignore[union-attr]
                 self.repeated.add((other.name, box))
+                if other.name in self.open_targets:
+                    self.open_targets[other.name].mark_repeated(box)
 
 
 def _castable(stored: str, wanted: str) -> bool:
