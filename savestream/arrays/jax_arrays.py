@@ -1,8 +1,8 @@
 """JAX's arrays as leaves. JAX is the caller's: this module never imports it.
 
-Bytes are reached through a passing handle on an array's buffer, never through the caller's array itself, which may keep
-a host copy of what numpy asks it for. As long as anything views a buffer JAX copies it where it could donate it, so no
-view outlives the call that needs it.
+As long as anything views a buffer, JAX copies it where it could donate it: no view outlives the call that needs it. An
+array that has to be copied to be seen by numpy keeps that copy, so it is a passing array over the same buffer that is
+asked for it, not the caller's.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import functools
 import math
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -191,12 +192,18 @@ class JaxAdapter(ArrayAdapter):
         return words.view(np.dtype([("key_data", words.dtype, words.shape[-1:])])).reshape(array.shape)
 
     def _viewed(self, array: Any) -> HostArray:
-        try:
-            handle = array.addressable_data(0)
-            if self._is_shown(array):
-                return np.asarray(handle)
+        with self._explaining(array):
+            if self._is_shown(array) and not self._keeps_views:
+                return np.asarray(array)
             with self._jax.transfer_guard("allow"):
-                return np.asarray(handle)
+                held = array.addressable_data(0)
+                return np.asarray(self._jax.device_put(held, held.sharding))  # a passing array over the same buffer
+
+    @contextlib.contextmanager
+    def _explaining(self, array: Any) -> Iterator[None]:
+        """Say of an array that went away under our hands what to do about it."""
+        try:
+            yield
         except RuntimeError as error:
             if array.is_deleted():
                 raise PlanError(
@@ -204,6 +211,11 @@ class JaxAdapter(ArrayAdapter):
                     "staged; await handle.staged() first"
                 ) from error
             raise
+
+    @functools.cached_property
+    def _keeps_views(self) -> bool:
+        """Whether this release of JAX keeps in each array the view that numpy was given of it."""
+        return weakref.ref(np.asarray(self._jax.device_put(np.zeros(1, np.float32))))() is not None
 
     def _is_shown(self, array: Any) -> bool:
         """Whether numpy can look at the buffer as it lies there."""
@@ -213,9 +225,19 @@ class JaxAdapter(ArrayAdapter):
     def copy_elements(self, array: Any, start: int, stop: int, target: HostArray) -> None:
         partial = isinstance(array.dtype, np.dtype) and stop - start < array.size
         if partial and array.size <= _LARGEST_INDEX and not self._is_shown(array):
-            with self._jax.transfer_guard("allow"), self._jax.debug_nans(False):  # only this range leaves the device
-                array, start, stop = self._cut(array, start, stop - start), 0, stop - start
+            with self._explaining(array), self._unguarded(), self._keeping_bits(array.dtype):
+                array, start, stop = (
+                    self._cut(array, start, stop - start),
+                    0,
+                    stop - start,
+                )  # only this leaves the device
         super().copy_elements(array, start, stop, target)
+
+    @contextlib.contextmanager
+    def _unguarded(self) -> Iterator[None]:
+        """Switch off in this thread what helps to debug programs: it is no fault to copy, or to save a nan."""
+        with self._jax.transfer_guard("allow"), self._jax.debug_nans(False):
+            yield
 
     @functools.cached_property
     def _cut(self) -> Any:
@@ -311,7 +333,7 @@ class JaxAdapter(ArrayAdapter):
             numbers = sys.modules["jax.numpy"]
             return numbers.broadcast_to(numbers.asarray(number), array.shape).at[...].set(array)
 
-        with jax.transfer_guard("allow"), jax.debug_nans(False), jax.default_device(_first_device(made)):
+        with self._unguarded(), jax.default_device(_first_device(made)):
             place = {"out_shardings": made.sharding} if made.committed else {}
             weak = jax.jit(weaken, **place)(made)
         return weak if weak.dtype == made.dtype else made

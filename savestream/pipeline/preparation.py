@@ -115,7 +115,8 @@ def _make_sources(planner: SavePlanner, compiled: CompiledPlan, creates: bool) -
     assert isinstance(planner, DefaultSavePlanner)  # noqa: S101 - the only planner that resolves live leaves
     live = planner.resolve_items(compiled.chunk_items[: compiled.opaque_from])
     opaque = [_resolve(planner, item) for item in compiled.chunk_items[compiled.opaque_from :]]
-    sources = LiveSources([*live, *opaque], lambda chunk: _dtype_of(compiled.chunk_items[chunk]))
+    items = compiled.chunk_items
+    sources = LiveSources([*live, *opaque], lambda chunk: _dtype_of(items[chunk]), lambda chunk: items[chunk].index.fqn)
     return lambda: sources
 
 

@@ -7,21 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from savestream.arrays import ArrayAdapter, HostArray, adapter_of, copy_elements, host_view
+from savestream.arrays import ArrayAdapter, HostArray, adapter_of, as_plain_elements, copy_elements, host_view
 from savestream.errors import PlanError
 from savestream.pipeline.buffers import Bytes
 from savestream.pipeline.layout import Block, Piece
 
-__all__ = ["ChunkSources", "LiveSources", "ResolvedSources", "as_plain_elements", "fill_block"]
+__all__ = ["ChunkSources", "LiveSources", "ResolvedSources", "fill_block"]
 
 _GATHER_LEAVES = 4096
-
-
-def as_plain_elements(array: HostArray) -> HostArray:
-    """The same elements, records seen as opaque bytes: an assignment of records would leave their padding behind."""
-    if array.dtype.names is None:
-        return array
-    return array.view(_plain_dtype(array.dtype))
 
 
 def _plain_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -53,11 +46,20 @@ class ChunkSources:
 
 
 class LiveSources(ChunkSources):
-    """The leaves themselves: nothing is created, so any thread may ask for any chunk."""
+    """The leaves themselves: nothing is created, so any thread may ask for any chunk.
 
-    def __init__(self, arrays: Sequence[Any], dtypes: Callable[[int], np.dtype[Any]]) -> None:
+    ``dtypes`` and ``names`` say of a chunk what the plan does; a leaf that is no longer there is named in the error.
+    """
+
+    def __init__(
+        self,
+        arrays: Sequence[Any],
+        dtypes: Callable[[int], np.dtype[Any]],
+        names: Callable[[int], str] = "chunk {}".format,
+    ) -> None:
         self._arrays = arrays
         self._dtypes = dtypes
+        self._names = names
 
     def get(self, chunk: int) -> HostArray:
         return as_plain_elements(host_view(self._arrays[chunk]))
@@ -68,7 +70,10 @@ class LiveSources(ChunkSources):
             super().copy(chunk, start, stop, target)
             return
         dtype = _plain_dtype(self._dtypes(chunk))
-        adapter_of(leaf).copy_elements(leaf, start // dtype.itemsize, stop // dtype.itemsize, target.view(dtype))
+        try:
+            adapter_of(leaf).copy_elements(leaf, start // dtype.itemsize, stop // dtype.itemsize, target.view(dtype))
+        except PlanError as error:
+            raise PlanError(f"{self._names(chunk)}: {error}") from error
 
     def join(self, chunks: Sequence[int]) -> bytes | HostArray:
         arrays = self._arrays
@@ -77,9 +82,19 @@ class LiveSources(ChunkSources):
         if kinds == {np.ndarray}:
             return _join(leaves)
         adapters: list[ArrayAdapter] = list({id(found): found for found in map(adapter_of, leaves)}.values())
-        if len(adapters) == 1:
-            return adapters[0].join(leaves)
-        return _join([host_view(leaf) for leaf in leaves])
+        try:
+            return adapters[0].join(leaves) if len(adapters) == 1 else _join([host_view(leaf) for leaf in leaves])
+        except PlanError as error:
+            raise self._named(chunks, error) from error
+
+    def _named(self, chunks: Sequence[int], error: PlanError) -> PlanError:
+        """The error of the first of several leaves that cannot be read, with its name."""
+        for chunk in chunks:
+            try:
+                self.get(chunk)
+            except PlanError as own:
+                return PlanError(f"{self._names(chunk)}: {own}")
+        return error
 
     def release(self) -> None:
         self._arrays = ()
@@ -124,7 +139,7 @@ def _join(arrays: list[Any]) -> bytes:  # of buffers, which numpy's stubs do not
     try:
         return b"".join(arrays)
     except TypeError:  # an array that is not contiguous in C order is no simple buffer
-        contiguous: list[Any] = [np.ascontiguousarray(array) for array in arrays]
+        contiguous: list[Any] = [np.ascontiguousarray(as_plain_elements(array)) for array in arrays]
         return b"".join(contiguous)
 
 

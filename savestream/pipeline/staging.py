@@ -141,14 +141,19 @@ class StagingQueue:
         block = self.blocks[index]
         with self.clock.measure("stage", index, block.raw_bytes):
             fill_block(block, self.order, sources, data)
-        last_piece = block.pieces[-1]
-        sources.retain_only(last_piece.chunk if isinstance(last_piece, Piece) else None)
+        sources.retain_only(self._continued_chunk(index))
         with self._lock:
             self.staged_bytes += block.raw_bytes
             self._unfilled -= 1
             all_filled = self._unfilled == 0
         if all_filled:
             self._on_staged()
+
+    def _continued_chunk(self, index: int) -> int | None:
+        """The chunk that goes on in the next block; all others have been copied and must not be held any longer."""
+        pieces = [block.pieces[end] for block, end in zip(self.blocks[index : index + 2], (-1, 0), strict=False)]
+        chunks = [piece.chunk if isinstance(piece, Piece) else None for piece in pieces]
+        return chunks[0] if len(chunks) == 2 and chunks[0] == chunks[1] else None
 
     def fill_all(self) -> None:
         """Fill blocks into buffers of their own until none is left. Runs in a worker thread, several at once."""
