@@ -5,7 +5,7 @@ Each framework has an adapter, found by the leaf's class; everything behind it w
 
 from savestream.arrays.adapter import ArrayAdapter, ArrayInfo
 from savestream.arrays.dtypes import dtype_from_name, dtype_itemsize, dtype_name, is_opaque_dtype
-from savestream.arrays.elements import HostArray, copy_elements
+from savestream.arrays.elements import HostArray, as_plain_elements, copy_elements
 from savestream.arrays.registry import (
     adapter_for,
     adapter_of,
@@ -25,6 +25,7 @@ __all__ = [
     "adapter_of",
     "array_info",
     "array_refusal",
+    "as_plain_elements",
     "copy_elements",
     "dtype_from_name",
     "dtype_itemsize",

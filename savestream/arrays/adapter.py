@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
-from savestream.arrays.elements import HostArray, copy_elements
+from savestream.arrays.elements import HostArray, as_plain_elements, copy_elements
 
 __all__ = ["ArrayAdapter", "ArrayInfo", "Box", "HostArray", "Shape"]
 
@@ -97,8 +97,9 @@ class ArrayAdapter(abc.ABC):
 
     def join(self, arrays: Sequence[Any]) -> HostArray:
         """All elements of many small leaves, one leaf after the other, as bytes."""
-        views = [np.ascontiguousarray(self.host_view(array)).reshape(-1).view(np.uint8) for array in arrays]
-        return np.concatenate(views) if views else np.empty(0, np.uint8)
+        views = [as_plain_elements(self.host_view(array)) for array in arrays]
+        parts = [np.ascontiguousarray(view).reshape(-1).view(np.uint8) for view in views]
+        return np.concatenate(parts) if parts else np.empty(0, np.uint8)
 
     # --- loading ---
 

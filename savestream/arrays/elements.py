@@ -8,9 +8,14 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["HostArray", "copy_elements"]
+__all__ = ["HostArray", "as_plain_elements", "copy_elements"]
 
 HostArray: TypeAlias = npt.NDArray[Any]  # the element type is whatever the state holds
+
+
+def as_plain_elements(array: HostArray) -> HostArray:
+    """The same elements, records seen as opaque bytes: an assignment of records would leave their padding behind."""
+    return array if array.dtype.names is None else array.view(np.dtype((np.void, array.dtype.itemsize)))
 
 
 def copy_elements(source: HostArray, start: int, stop: int, target: HostArray) -> None:

@@ -12,7 +12,7 @@ import anyio
 import msgspec
 import numpy as np
 
-from savestream.arrays import HostArray, dtype_from_name
+from savestream.arrays import HostArray, as_plain_elements, dtype_from_name
 from savestream.errors import CorruptCheckpointError
 from savestream.events import RangeRead, notify
 from savestream.pipeline.buffers import PAGE_BYTES, Bytes, StagingBuffer, round_up
@@ -22,7 +22,6 @@ from savestream.pipeline.limits import MAXIMUM_FRAME_BYTES
 from savestream.pipeline.manifest import Frames
 from savestream.pipeline.open_checkpoint import ChunkLocation, OpenCheckpoint
 from savestream.pipeline.placement import box_spans, place_elements
-from savestream.pipeline.sources import as_plain_elements
 from savestream.pipeline.stage_clock import StageClock
 from savestream.storage_backends.base import ObjectReader
 from savestream.threads import run_in_worker, stopping

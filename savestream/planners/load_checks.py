@@ -237,7 +237,13 @@ def _castable(stored: str, wanted: str) -> bool:
     source, target = dtype_from_name(stored), dtype_from_name(wanted)
     if source.newbyteorder("=") == target.newbyteorder("="):
         return True
-    numeric = all(
-        dtype.kind in _NUMERIC_KINDS or (dtype.kind == "V" and dtype.type is not np.void) for dtype in (source, target)
-    )
-    return numeric and not (source.kind == "c" and target.kind != "c")
+    return _is_numeric(source) and _is_numeric(target) and (_is_complex(target) or not _is_complex(source))
+
+
+def _is_numeric(dtype: np.dtype[Any]) -> bool:
+    """Whether elements are numbers; those of ml_dtypes have kinds of their own, or share them with other types."""
+    return dtype.kind in _NUMERIC_KINDS or dtype.type.__module__ == "ml_dtypes"
+
+
+def _is_complex(dtype: np.dtype[Any]) -> bool:
+    return dtype.kind == "c" or dtype.name in ("complex32", "bcomplex32")

@@ -182,11 +182,15 @@ def test_arrays_of_several_frames_in_every_layout(compression: Any, tmp_path: Pa
 
 
 def test_padding_bytes_of_records_survive() -> None:
-    array = np.zeros(5, ALIGNED)
-    array.view(np.uint8)[...] = np.arange(array.nbytes, dtype=np.uint8)
-    place = fresh_place()
-    blocking.save({"r": array}, place)
-    assert blocking.load(place)["r"].tobytes() == array.tobytes()
+    base = np.zeros((4, 6), ALIGNED)
+    base.reshape(-1).view(np.uint8)[...] = np.resize(np.arange(251, dtype=np.uint8), base.nbytes)
+    opaque = f"V{ALIGNED.itemsize}"
+    strided = {"transposed": base.T, "columns": base[:, ::2]}
+    for state in ({"contiguous": base}, strided, {"recarray": base.view(np.recarray)[::2]}):
+        place = fresh_place()
+        blocking.save(state, place)
+        for name, found in blocking.load(place).items():
+            assert found.tobytes() == np.asarray(state[name]).view(opaque).tobytes(), name
 
 
 def test_memmap_and_recarray_come_back_as_plain_arrays(tmp_path: Path) -> None:

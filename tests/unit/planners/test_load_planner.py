@@ -8,6 +8,7 @@ import enum
 import io
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import msgspec
 import numpy as np
 import pytest
@@ -234,6 +235,11 @@ def test_casting() -> None:
     assert target["w"].tolist() == [16777217.0]
     assert mismatch(save({"w": np.zeros(1, complex)}), {"w": np.zeros(1)}, cast=True).dtype_mismatches
     assert mismatch(save({"w": np.zeros(1, "<M8[s]")}), {"w": np.zeros(1)}, cast=True).dtype_mismatches
+    for name in ("complex32", "bcomplex32"):  # numpy gives them a kind of their own
+        dtype = np.dtype(getattr(ml_dtypes, name))
+        stored = save({"w": np.array([1 + 2j], dtype)})
+        assert load(stored, {"w": np.zeros(1, "c8")}, cast=True)["w"].tolist() == [1 + 2j]
+        assert mismatch(stored, {"w": np.zeros(1, "f4")}, cast=True).dtype_mismatches
     swapped = load(save({"w": arange(3)}), {"w": np.zeros(3, ">f8")}, cast=True)
     assert swapped["w"].tolist() == [0, 1, 2]
 
