@@ -19,7 +19,8 @@ import numpy as np
 
 from savestream.arrays.adapter import ArrayAdapter, ArrayInfo, HostArray, Shape
 from savestream.arrays.dtypes import OPAQUE_DTYPES, dtype_from_name
-from savestream.errors import UnsafeObjectError
+from savestream.arrays.memory_views import view_of_memory
+from savestream.errors import PlanError, UnsafeObjectError
 
 __all__ = ["TorchAdapter", "is_torch_type", "torch_adapter_for", "torch_refusal"]
 
@@ -35,6 +36,9 @@ _AS_UINT8 = (
     *("int1", "int2", "int4", "uint1", "uint2", "uint4"),
     *(name for name in OPAQUE_DTYPES if name != "bits16"),
 )
+
+# torch itself can neither copy nor join these, but it can view them as other types
+_WITHOUT_COPY = frozenset(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8))
 
 
 class _Element(msgspec.Struct, frozen=True):
@@ -75,6 +79,19 @@ def torch_refusal(value: Any) -> str:
 @functools.cache
 def _adapter() -> TorchAdapter:
     return TorchAdapter(sys.modules["torch"])
+
+
+def _extent(shape: Shape, strides: Shape, itemsize: int) -> int:
+    """Bytes from the first element to the end of the last."""
+    return itemsize + sum([(size - 1) * step for size, step in zip(shape, strides, strict=True)])
+
+
+def _freed() -> PlanError:
+    """Memory that was freed after the planning would be read past its end, and nothing would notice."""
+    return PlanError(
+        "a tensor's storage was freed between planning and staging, as FSDP does between steps; leave the state as it "
+        "is until the save is staged"
+    )
 
 
 class TorchAdapter(ArrayAdapter):
@@ -159,11 +176,11 @@ class TorchAdapter(ArrayAdapter):
         if element is None:
             raise UnsafeObjectError(f"{key}: dtype {array.dtype} cannot be stored; convert the tensor to another one")
         shape, stride, itemsize = tuple(array.shape), array.stride(), array.element_size()
-        extent = (1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))) * itemsize
+        strides = tuple([step * itemsize for step in stride])
+        extent = _extent(shape, strides, itemsize)
         marks = [array.device.type] if not array.is_cpu else []
         marks += ["conj"] if array.is_conj() else []
         marks += ["neg"] if array.is_neg() else []
-        strides = tuple(step * itemsize for step in stride)
         info = ArrayInfo(element.name, shape, strides, itemsize, " ".join(marks))
         return info, extent if math.prod(shape) else 0
 
@@ -207,11 +224,21 @@ class TorchAdapter(ArrayAdapter):
         return self._shown(tensor)
 
     def _shown(self, tensor: Any) -> HostArray:
-        """A numpy view of a detached tensor in host memory."""
-        element = self._elements[tensor.dtype]
-        if element.shown_as is None:
-            return tensor.numpy()  # type: ignore[no-any-return]
-        return tensor.view(element.shown_as).numpy().view(element.numpy)  # type: ignore[no-any-return]
+        """A numpy view of a tensor in host memory.
+
+        ``Tensor.numpy()`` would forbid for good that the storage is resized, as FSDP does between steps.
+        """
+        dtype, shape = self._elements[tensor.dtype].numpy, tuple(tensor.shape)
+        if 0 in shape:
+            return np.empty(shape, dtype)
+        strides, extent = None, tensor.numel() * dtype.itemsize
+        if not tensor.is_contiguous():
+            strides = tuple([step * dtype.itemsize for step in tensor.stride()])
+            extent = _extent(shape, strides, dtype.itemsize)
+        storage = tensor.untyped_storage()
+        if storage.nbytes() < tensor.storage_offset() * dtype.itemsize + extent:
+            raise _freed()
+        return view_of_memory(tensor.data_ptr(), extent, storage, shape, dtype, strides)
 
     def copy_elements(self, array: Any, start: int, stop: int, target: HostArray) -> None:
         if array.is_cpu:
@@ -232,9 +259,14 @@ class TorchAdapter(ArrayAdapter):
         torch = self._torch
         if set(map(operator.attrgetter("is_cpu"), tensors)) != {True} or any(map(self._is_lazy, tensors)):
             return super().join(tensors)
+        sizes = map(torch.UntypedStorage.nbytes, map(self._tensor.untyped_storage, tensors))
+        if 0 in sizes and any(tensor.numel() and not tensor.untyped_storage().nbytes() for tensor in tensors):
+            raise _freed()
+        element = self._elements[tensors[0].dtype]
         with torch.no_grad():
-            joined = torch._utils._flatten_dense_tensors(tensors)
-        return joined.view(torch.uint8).numpy()  # type: ignore[no-any-return]
+            if element.name in _WITHOUT_COPY:
+                tensors = [tensor.view(element.shown_as) for tensor in tensors]
+            return self._shown(torch._utils._flatten_dense_tensors(tensors).view(torch.uint8))
 
     def _is_lazy(self, tensor: Any) -> bool:
         return bool(tensor.is_conj() or tensor.is_neg())
@@ -254,15 +286,13 @@ class TorchAdapter(ArrayAdapter):
     def own_memory(self, array: Any) -> HostArray | None:
         if not array.is_cpu or self._is_lazy(array):
             return None
-        return self._shown(array.detach())
+        return self._shown(array)
 
     def own_memories(self, arrays: Sequence[Any]) -> list[HostArray | None]:
-        tensor, elements = self._tensor, self._elements
-        if any(map(tensor.is_neg, arrays)) or any(map(tensor.is_conj, arrays)):
-            return super().own_memories(arrays)
-        read = operator.attrgetter("is_cpu", "dtype")
-        if {(is_cpu, elements[dtype].shown_as) for is_cpu, dtype in set(map(read, arrays))} == {(True, None)}:
-            return list(map(tensor.numpy, map(tensor.detach, arrays)))
+        tensor = self._tensor
+        usual = all(map(operator.attrgetter("is_cpu"), arrays)) and not any(map(tensor.is_neg, arrays))
+        if usual and not any(map(tensor.is_conj, arrays)):
+            return list(map(self._shown, arrays))
         return super().own_memories(arrays)
 
     def is_filled_in_place(self, array: Any) -> bool:
@@ -276,7 +306,7 @@ class TorchAdapter(ArrayAdapter):
     def filled(self, array: Any, parts: Sequence[tuple[Shape, HostArray]]) -> Any:
         if array.device.type == "meta":
             return self._materialised(array, parts[0][1])
-        with self._torch.inference_mode(array.is_inference()), self._torch.no_grad():
+        with self._torch.no_grad():
             array.detach().copy_(self.from_host(parts[0][1], self._elements[array.dtype].name))
         self.changed([array])
         return array

@@ -23,7 +23,9 @@ def fresh_place(name: str = "checkpoint") -> tuple[MemoryBackend, str]:
 def bits(tensor: torch.Tensor) -> bytes:
     """The elements of a tensor as they are, in C order."""
     with torch.no_grad():
-        plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        plain = (
+            tensor.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).reshape(-1)
+        )
         return plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
 
 
@@ -97,7 +99,7 @@ class TiedModel(nn.Module):
 
     def __init__(self, seed: int = 0, *, tied: bool = True) -> None:
         super().__init__()
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator("cpu").manual_seed(seed)
         self.embedding = nn.Embedding(11, 6)
         self.body = nn.Linear(6, 6)
         self.head = nn.Linear(6, 11, bias=False)
@@ -105,7 +107,7 @@ class TiedModel(nn.Module):
             self.head.weight = self.embedding.weight
         with torch.no_grad():
             for parameter in self.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, device="cpu"))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.head(torch.tanh(self.body(self.embedding(tokens))))
