@@ -4,6 +4,7 @@
 PYTHON ?= python3
 TORCH_PIN ?= torch==2.13.0
 JAX_PIN ?= jax==0.10.*
+TENSORPLAY_PIN ?= tensorplay==1.0.*
 
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check --editable
 DEMO = .venv-demo/bin/python
@@ -63,7 +64,7 @@ clean:  ## remove everything that make and the tools created
 .venv-test-all/stamp: pyproject.toml | check-python
 	rm -rf .venv-test-all
 	$(PYTHON) -m venv .venv-test-all
-	$(TEST_ALL) $(PIP_INSTALL) '.[dev,torch,jax]' '$(TORCH_PIN)' '$(JAX_PIN)'
+	$(TEST_ALL) $(PIP_INSTALL) '.[dev,torch,jax]' '$(TORCH_PIN)' '$(JAX_PIN)' 'safetensors>=0.6' '$(TENSORPLAY_PIN)'
 	@touch $@
 
 .venv-bench/stamp: pyproject.toml | check-python
