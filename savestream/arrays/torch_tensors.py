@@ -20,6 +20,7 @@ import numpy as np
 from savestream.arrays.adapter import ArrayAdapter, ArrayInfo, HostArray, Shape
 from savestream.arrays.dtypes import OPAQUE_DTYPES, dtype_from_name
 from savestream.arrays.memory_views import view_of_memory
+from savestream.arrays.torch_devices import copy_range, join_on_device, wait_for_devices
 from savestream.errors import PlanError, UnsafeObjectError
 
 __all__ = ["TorchAdapter", "is_torch_type", "torch_adapter_for", "torch_refusal"]
@@ -142,6 +143,7 @@ class TorchAdapter(ArrayAdapter):
         columns: list[Iterable[Any]] = [dtypes, map(type, arrays), map(tensor.is_neg, arrays)]
         if not all(map(read("is_cpu"), arrays)):
             columns.append(array.device.type for array in arrays)
+            wait_for_devices(self._torch, {array.device for array in arrays if not (array.is_cpu or array.is_meta)})
         if any(dtype.is_complex for dtype in set(dtypes)):
             columns.append(map(tensor.is_conj, arrays))
         varying = [column for column in map(list, columns) if len(set(column)) > 1]
@@ -244,20 +246,18 @@ class TorchAdapter(ArrayAdapter):
         if array.is_cpu:
             super().copy_elements(array, start, stop, target)
             return
-        with self._torch.no_grad():  # only this range leaves the device
-            part = array.detach().reshape(-1)[start:stop]
-            target[:] = self.host_view(part)
+        copy_range(self._torch, array, start, stop, target)
 
     def join(self, arrays: Sequence[Any]) -> HostArray:
         parts = []
-        for _, run in itertools.groupby(arrays, operator.attrgetter("dtype")):
+        for _, run in itertools.groupby(arrays, operator.attrgetter("dtype", "device")):
             parts.append(self._join_alike(list(run)))
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _join_alike(self, tensors: list[Any]) -> HostArray:
         """Flatten and join in one call, which gives up the GIL; a call for each tensor would cost ten times more."""
         torch = self._torch
-        if set(map(operator.attrgetter("is_cpu"), tensors)) != {True} or any(map(self._is_lazy, tensors)):
+        if any(map(self._is_lazy, tensors)):
             return super().join(tensors)
         sizes = map(torch.UntypedStorage.nbytes, map(self._tensor.untyped_storage, tensors))
         if 0 in sizes and any(tensor.numel() and not tensor.untyped_storage().nbytes() for tensor in tensors):
@@ -266,7 +266,7 @@ class TorchAdapter(ArrayAdapter):
         with torch.no_grad():
             if element.name in _WITHOUT_COPY:
                 tensors = [tensor.view(element.shown_as) for tensor in tensors]
-            return self._shown(torch._utils._flatten_dense_tensors(tensors).view(torch.uint8))
+            return join_on_device(torch, tensors)
 
     def _is_lazy(self, tensor: Any) -> bool:
         return bool(tensor.is_conj() or tensor.is_neg())
