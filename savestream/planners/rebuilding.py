@@ -95,12 +95,14 @@ def merge_value(target: Any, saved: Any, filled: Filled | None = None) -> Any:
     value has are ignored. A random generator takes over the saved one's state. Where nothing can be matched, the saved
     value itself is the result.
 
-    ``filled`` is what earlier merges of the same load have filled. A container that the target holds at several places
-    stays shared where all take the same value; where they do not, the later ones take a copy.
+    ``filled`` is what earlier merges of the same load have filled. A container or generator that the target holds at
+    several places stays shared where all take the same value; where they do not, the later ones get one of their own.
     """
     filled = {} if filled is None else filled
     form = adopting_form(target)
     if form is not None and adoption_problem(target, saved) is None:
+        if _takes_another(target, saved, filled):
+            return saved
         form.adopt(target, saved)
         return target
     if isinstance(saved, RecordedEnum) and isinstance(target, enum.Enum):
@@ -128,10 +130,13 @@ def _unshared(target: Any, saved: Any, filled: Filled) -> Any:
     """The container itself, or a copy where another place of the target holds it too and took another value."""
     if isinstance(target, tuple):
         return target  # replaced, not changed
+    return copy.copy(target) if _takes_another(target, saved, filled) else target
+
+
+def _takes_another(target: Any, saved: Any, filled: Filled) -> bool:
+    """Whether another place of the target holds the same object and took another value than ``saved``."""
     _, taken = filled.setdefault(id(target), (target, saved))
-    if taken is saved or _encoded(taken) == _encoded(saved):
-        return target
-    return copy.copy(target)
+    return taken is not saved and _encoded(taken) != _encoded(saved)
 
 
 def _encoded(value: Any) -> bytes:

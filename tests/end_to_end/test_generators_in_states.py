@@ -111,6 +111,17 @@ def test_a_cached_plan_stores_the_new_states() -> None:
     assert draw(blocking.load(place)) == draw(state)
 
 
+def test_a_generator_that_the_target_holds_twice() -> None:
+    first, second = np.random.default_rng(1), np.random.default_rng(2)
+    place, shared = fresh_place(), np.random.default_rng(9)
+    blocking.save({"a": first, "b": {"c": second}, "d": first, "w": np.zeros(1)}, place)
+    found = blocking.load(place, {"a": shared, "b": {"c": shared}, "d": shared, "w": np.zeros(1)})
+    assert found["a"] is found["d"] is shared
+    assert found["b"]["c"] is not shared
+    assert shared.integers(2**60) == first.integers(2**60)
+    assert found["b"]["c"].integers(2**60) == second.integers(2**60)
+
+
 def test_stand_ins_are_saved_as_what_they_stand_for() -> None:
     place, state = fresh_place(), {"w": np.ones(2), "dtype": RecordedObject("torch.dtype", "bfloat16")}
     state[RecordedObject("torch.device", "cpu")] = np.zeros(1)  # type: ignore[index]
