@@ -7,7 +7,7 @@ import errno
 import random
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ class Trainer:
         with self._advanced:
             assert self._advanced.wait_for(lambda: self.steps >= steps, 60)
 
-    def __enter__(self) -> Trainer:
+    def __enter__(self) -> Self:
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
         return self
@@ -94,7 +94,7 @@ async def test_saves_one_after_the_other_while_training_goes_on() -> None:
             handles.append(await savestream.start_save(trainer.state(), place, options=options, plan_cache=cache))
             trainer.step()
         infos = await asyncio.gather(*handles)
-    assert [info.statistics.plan_cached for info in infos][0] is False
+    assert infos[0].statistics.plan_cached is False
     for number, state in enumerate(expected):
         assert_same_state(await savestream.load((memory, f"c{number}"), framework="torch"), state)
 
