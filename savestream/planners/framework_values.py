@@ -21,10 +21,21 @@ from savestream.planners.object_forms import ObjectForm, ObjectUnavailableError,
 from savestream.planners.random_generators import GENERATOR_FORMS
 from savestream.planners.recorded import RecordedObject
 
-__all__ = ["adopting_form", "adoption_problem", "form_by_name", "form_of"]
+__all__ = ["adopting_form", "adoption_problem", "dtype_round_trips", "form_by_name", "form_of"]
 
 _WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,60}")
 _DEVICE = re.compile(r"[a-z]{1,20}(:[0-9]{1,4})?")
+
+
+def dtype_round_trips(dtype: np.dtype[Any], kind: type) -> bool:
+    """Whether the name of a dtype leads back to it and to its class of scalars."""
+    if dtype.hasobject or dtype.type is not kind or dtype.metadata:
+        return False
+    try:
+        found = dtype_from_name(dtype_name(dtype))
+    except SavestreamError:
+        return False
+    return found == dtype and found.type is kind
 
 
 class _NamedConstant(ObjectForm):
@@ -101,10 +112,7 @@ class _NumpyScalarType(ObjectForm):
     def matches(self, value: Any) -> bool:
         if not (isinstance(value, type) and issubclass(value, np.generic)) or value in _ABSTRACT:
             return False
-        try:
-            return dtype_from_name(dtype_name(np.dtype(value))).type is value
-        except (SavestreamError, TypeError):  # one that holds Python objects, or has no name of its own
-            return False
+        return dtype_round_trips(np.dtype(value), value)
 
     def state(self, value: Any) -> object:
         return dtype_name(np.dtype(value))

@@ -21,9 +21,9 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
-from savestream.arrays import array_refusal, dtype_from_name, dtype_name, is_array
+from savestream.arrays import array_refusal, dtype_name, is_array
 from savestream.errors import PlanError, SavestreamError, UnsafeObjectError
-from savestream.planners.framework_values import form_by_name, form_of
+from savestream.planners.framework_values import dtype_round_trips, form_by_name, form_of
 from savestream.planners.pytrees import is_pytree, open_pytree
 from savestream.planners.recorded import (
     RecordedDataclass,
@@ -335,9 +335,9 @@ def _other_encoder(value: object) -> Callable[[_Encoder, Any, int], Node] | None
     if isinstance(value, enum.Enum):
         return _encode_enum
     if isinstance(value, np.generic):
-        return _encode_scalar if _round_trips(value.dtype, kind) else None
+        return _encode_scalar if dtype_round_trips(value.dtype, kind) else None
     if isinstance(value, np.dtype):
-        return _encode_dtype if _round_trips(value, value.type) else None
+        return _encode_dtype if dtype_round_trips(value, value.type) else None
     if is_namedtuple_type(kind):
         return _encode_namedtuple if not getattr(value, "__dict__", None) else None
     if is_pytree(value):
@@ -345,16 +345,6 @@ def _other_encoder(value: object) -> Callable[[_Encoder, Any, int], Node] | None
     if is_dataclass_type(kind):
         return _encode_dataclass
     return _encode_object if form_of(value) is not None else None
-
-
-def _round_trips(dtype: np.dtype[Any], kind: type) -> bool:
-    if dtype.hasobject or dtype.type is not kind or dtype.metadata:
-        return False
-    try:
-        found = dtype_from_name(dtype_name(dtype))
-    except SavestreamError:
-        return False
-    return found == dtype and found.type is kind
 
 
 _SIMPLE: dict[type, Callable[[_Encoder, Any, int], Node]] = {

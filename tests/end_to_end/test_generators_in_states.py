@@ -123,8 +123,8 @@ def test_a_generator_that_the_target_holds_twice() -> None:
 
 
 def test_stand_ins_are_saved_as_what_they_stand_for() -> None:
-    place, state = fresh_place(), {"w": np.ones(2), "dtype": RecordedObject("torch.dtype", "bfloat16")}
-    state[RecordedObject("torch.device", "cpu")] = np.zeros(1)  # type: ignore[index]
+    place, state = fresh_place(), {"w": np.ones(2), "dtype": RecordedObject("torch.dtype", "of_the_future")}
+    state[RecordedObject("torch.device", "nowhere:3")] = np.zeros(1)  # type: ignore[index]
     blocking.save(state, place)
     again = fresh_place("again")
     blocking.save(blocking.load(place), again)
