@@ -48,14 +48,30 @@ def _describe(value: object) -> str:
 
 
 def _asked(question: Callable[[Any], T], value: Any) -> T:
-    """What a foreign object answers, its failures as errors of ours."""
+    """What a foreign object answers, its failures as errors of ours; whoever asks knows the key."""
     try:
         return question(value)
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
-        raise UnsafeObjectError(
+        raise PlanError(
             f"{_describe(value)} does not give its elements: {problem}; convert it to a numpy array"
         ) from error
+
+
+def _asked_first(question: Callable[[Any], T], value: Any, key: str) -> T:
+    """:func:`_asked` of an object that has not answered yet: one that fails here is no array to store."""
+    try:
+        return _asked(question, value)
+    except PlanError as error:
+        raise UnsafeObjectError(f"{key}: {error}") from error.__cause__
+
+
+def _asked_again(question: Callable[[Any], T], value: Any, otherwise: T) -> T:
+    """:func:`_asked` where a failure can wait: the next question is asked by someone who names the key."""
+    try:
+        return _asked(question, value)
+    except PlanError:
+        return otherwise
 
 
 class _ForeignAdapter(ArrayAdapter):
@@ -70,15 +86,12 @@ class DlpackAdapter(_ForeignAdapter):
     framework = "dlpack"
 
     def info(self, array: Any, key: str) -> ArrayInfo:
-        try:
-            exported = _asked(export, array)
-        except UnsafeObjectError as error:
-            raise UnsafeObjectError(f"{key}: {error}") from error.__cause__
+        exported = _asked_first(export, array, key)
         variant = "" if exported.is_host else "device {}:{}".format(*exported.device)
         return ArrayInfo(exported.dtype, exported.shape, exported.strides, dtype_itemsize(exported.dtype), variant)
 
     def addresses(self, arrays: Sequence[Any]) -> list[int]:
-        return [_asked(export, array).address for array in arrays]
+        return [_asked_again(_address, array, 0) for array in arrays]
 
     def host_view(self, array: Any) -> HostArray:
         exported = _asked(export, array)
@@ -98,14 +111,33 @@ class DlpackAdapter(_ForeignAdapter):
             copy_elements(rows, start - first * size, stop - first * size, target)
 
     def fill_problem(self, array: Any) -> str | None:
-        exported = _asked(export, array)
+        try:
+            exported = _asked(export, array)
+        except PlanError as error:
+            return str(error)
         if not exported.is_host:
             return "the target is on a device to which DLPack gives no way; load without it and copy the result there"
         return None if _is_writable(array, exported) else _READ_ONLY
 
     def own_memory(self, array: Any) -> HostArray | None:
-        exported = _asked(export, array)
-        return exported.view(writable=True) if exported.is_host and _is_writable(array, exported) else None
+        return _asked_again(_writable_view, array, None)
+
+    def filled(self, array: Any, parts: Sequence[tuple[Shape, HostArray]]) -> Any:
+        """Only for targets that gave their memory when they were described, and not when it was asked for."""
+        memory = _asked(_writable_view, array)
+        if memory is None or memory.shape != parts[0][1].shape:
+            raise PlanError(f"a {_describe(array)} changed while a load was to fill it; load again")
+        np.copyto(memory, parts[0][1])
+        return array
+
+
+def _address(array: Any) -> int:
+    return export(array).address
+
+
+def _writable_view(array: Any) -> HostArray | None:
+    exported = export(array)
+    return exported.view(writable=True) if exported.is_host and _is_writable(array, exported) else None
 
 
 def _is_writable(array: Any, exported: ExportedArray) -> bool:
@@ -117,7 +149,7 @@ def _from_device(array: Any) -> ExportedArray:
     try:
         return export_to_host(array)
     except Exception as error:
-        raise UnsafeObjectError(
+        raise PlanError(
             f"{_describe(array)} on a device does not copy itself to host memory through DLPack: "
             f"{type(error).__name__}: {error}; copy it to a numpy array before saving"
         ) from error
@@ -147,23 +179,26 @@ class BufferAdapter(_ForeignAdapter):
     framework = "buffer"
 
     def info(self, array: Any, key: str) -> ArrayInfo:
+        view = _asked_first(_buffer_view, array, key)
         try:
-            view = _asked(_buffer_view, array)
             name = interned_dtype_name(view.dtype)
         except UnsafeObjectError as error:
-            raise UnsafeObjectError(f"{key}: {error}") from error.__cause__
+            raise UnsafeObjectError(f"{key}: {error}") from None
         if name is None:
             raise UnsafeObjectError(f"{key}: {_describe(array)} holds Python objects, which only pickle could store")
         return ArrayInfo(name, view.shape, view.strides, view.dtype.itemsize)
 
     def addresses(self, arrays: Sequence[Any]) -> list[int]:
-        return [self.host_view(array).__array_interface__["data"][0] for array in arrays]
+        return [_asked_again(_buffer_address, array, 0) for array in arrays]
 
     def host_view(self, array: Any) -> HostArray:
         return _asked(_buffer_view, array)
 
     def fill_problem(self, array: Any) -> str | None:
-        return None if self.host_view(array).flags.writeable else _READ_ONLY
+        try:
+            return None if self.host_view(array).flags.writeable else _READ_ONLY
+        except PlanError as error:
+            return str(error)
 
     def is_filled_in_place(self, array: Any) -> bool:
         del array
@@ -185,6 +220,11 @@ def _buffer_view(value: Any) -> HostArray:
     if not isinstance(value, memoryview) and view.format.lstrip("<>=@") not in _SIMPLE_FORMATS:
         raise ValueError(f"elements of the format {view.format!r} have no dtype")
     return np.asarray(view)
+
+
+def _buffer_address(value: Any) -> int:
+    address: int = _buffer_view(value).__array_interface__["data"][0]
+    return address
 
 
 _DLPACK = DlpackAdapter()

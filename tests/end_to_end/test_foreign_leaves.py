@@ -7,6 +7,7 @@ import ctypes
 import dataclasses
 import gc
 import mmap
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +15,15 @@ import numpy as np
 import pytest
 from roundtrip_support import assert_same, fresh_place
 
-from savestream import LoadMismatchError, PlanCache, RecordedDataclass, SaveOptions, UnsafeObjectError, blocking
+from savestream import (
+    LoadMismatchError,
+    PlanCache,
+    PlanError,
+    RecordedDataclass,
+    SaveOptions,
+    UnsafeObjectError,
+    blocking,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -196,6 +205,60 @@ class Raising:
 
     def __dlpack__(self, **_: Any) -> Any:
         raise BufferError("a tensor that requires grad")
+
+
+class Failing(Plain):
+    """Answers a few times, and then never again."""
+
+    def __init__(self, values: Any, answers: int) -> None:
+        super().__init__(values)
+        self.answers = answers
+
+    def __dlpack__(self, *, max_version: Any = None, stream: Any = None) -> Any:
+        self.answers -= 1
+        if self.answers < 0:
+            raise RuntimeError("the memory is gone")
+        return super().__dlpack__(max_version=max_version)
+
+    def __setitem__(self, index: Any, value: Any) -> None: ...
+
+
+@pytest.mark.parametrize("size", [10, 300_000])
+def test_an_export_that_fails_later_is_an_error_that_names_the_key(size: int) -> None:
+    outcomes = []
+    for answers in range(8):
+        place = fresh_place(str(answers))
+        leaf = Failing(np.arange(size), answers)
+        try:
+            blocking.save({"model": {"x": leaf, "y": Failing(np.zeros(3), 99)}}, place)
+        except (PlanError, UnsafeObjectError) as error:
+            assert re.search(r"model\.x: .*Failing .*the memory is gone", str(error)), error  # noqa: PT017
+            assert not blocking.exists(place)
+            outcomes.append(False)
+        else:
+            assert blocking.load(place)["model"]["x"].tolist() == list(range(size))
+            outcomes.append(True)
+    assert outcomes == sorted(outcomes)
+    assert set(outcomes) == {False, True}
+
+
+def test_a_target_that_fails_later_is_filled_or_named() -> None:
+    place = fresh_place()
+    blocking.save({"x": np.arange(5), "y": np.arange(3)}, place)
+    outcomes = []
+    for answers in range(8):
+        target = {"x": Failing(np.zeros(5, np.int64), answers), "y": np.zeros(3, np.int64)}
+        try:
+            blocking.load(place, target)
+        except LoadMismatchError as error:
+            assert "x: " in error.problems[0]  # noqa: PT017
+            assert not target["y"].any()
+            outcomes.append(False)
+        else:
+            assert target["x"].values.tolist() == list(range(5))
+            outcomes.append(True)
+    assert outcomes == sorted(outcomes)
+    assert set(outcomes) == {False, True}
 
 
 class Bytes(bytes):
