@@ -1,0 +1,131 @@
+"""The hooks that torch.distributed.checkpoint calls on a storage reader."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from savestream.errors import CoordinationError, PlanError
+from savestream.integrations.torch.destination import Destination
+from savestream.integrations.torch.frameworks import checkpoint_module, run_on_engine, torch_module
+from savestream.integrations.torch.reading import ReadableCheckpoint, open_readable
+from savestream.integrations.torch.targets import Target, batches, check_dtypes, rounds
+from savestream.pipeline.arguments import check_flag, check_kind
+from savestream.pipeline.commit import new_save_id
+from savestream.pipeline.open_checkpoint import following_overwrites
+from savestream.pipeline.options import LoadOptions
+from savestream.pipeline.rank_reads import read_boxes
+from savestream.storage_backends import Place
+
+__all__ = ["ReaderHooks"]
+
+
+class ReaderHooks:
+    """All of :class:`savestream.integrations.torch.StorageReader` but torch's base class."""
+
+    def __init__(self, source: Place | None = None, *, cast: bool = True, options: LoadOptions | None = None) -> None:
+        check_flag("cast", cast)
+        check_kind("options", options, LoadOptions)
+        self._source = Destination(source)
+        self._cast = cast
+        self._options = LoadOptions() if options is None else options
+        self._readable: ReadableCheckpoint | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_source": self._source, "_cast": self._cast, "_options": self._options, "_readable": None}
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """The place of the checkpoint."""
+        return self._source.text
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether savestream can load from there."""
+        try:
+            Destination(checkpoint_id)
+        except PlanError:
+            return False
+        return True
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Start a new load, from another place if one is given."""
+        self._readable = None
+        if checkpoint_id is not None:
+            self._source.reset(checkpoint_id)
+
+    # Not called kwargs: torch would take that as a promise of one metadata file for each rank.
+    def read_metadata(self, *args: Any, **options: Any) -> Any:
+        """Read the manifest. Nothing of it is unpickled."""
+        del args, options
+        location = self._source.locate()
+        self._readable = run_on_engine(
+            lambda: following_overwrites(location, lambda found: open_readable(found, self._options)),
+            "reading the metadata",
+        )
+        metadata = self._readable.torch_metadata()
+        metadata.storage_meta.load_id = new_save_id()
+        return metadata
+
+    def set_up_storage_reader(self, metadata: Any, is_coordinator: bool, *args: Any, **options: Any) -> None:
+        """Nothing is left to do: the metadata are those that this reader read."""
+        del metadata, is_coordinator, args, options
+
+    @property
+    def _opened(self) -> ReadableCheckpoint:
+        if self._readable is None:
+            self.read_metadata()
+        assert self._readable is not None  # noqa: S101 - set by reading
+        return self._readable
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        """Tell the coordinator which save this rank reads."""
+        return replace(plan, storage_data=self._opened.save_id)
+
+    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
+        """On the coordinator: all ranks must have read the same save, which an overwrite between them would spoil."""
+        seen = {plan.storage_data: rank for rank, plan in enumerate(plans) if plan.storage_data is not None}
+        if len(seen) > 1:
+            listed = ", ".join(f"{save_id} on rank {rank}" for save_id, rank in seen.items())
+            raise CoordinationError(
+                f"{self._opened.checkpoint.place}: ranks see different saves there ({listed}); it was overwritten "
+                "while they began to load, or they look at different places. Load again"
+            )
+        return plans
+
+    def read_data(self, plan: Any, planner: Any) -> Any:
+        """Read everything that the plan asks for; the planner is called in this thread only."""
+        future = torch_module().futures.Future()
+        try:
+            self._read(plan, planner)
+        except Exception as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+        return future
+
+    def _read(self, plan: Any, planner: Any) -> None:
+        readable = self._opened
+        tensor_type = checkpoint_module("planner").LoadItemType.TENSOR
+        for item in plan.items:
+            if item.type is not tensor_type:
+                self._load_value(item, planner, readable)
+        tensors = [item for item in plan.items if item.type is tensor_type]
+        for batch in batches(tensors, planner, readable):
+            if not self._cast:
+                check_dtypes(batch)
+            for targets in rounds(batch):
+                self._fill(targets, planner, readable)
+
+    def _load_value(self, item: Any, planner: Any, readable: ReadableCheckpoint) -> None:
+        value = run_on_engine(lambda: readable.read_value(item.storage_index.fqn), "reading a value")
+        planner.load_bytes(item, value)
+
+    def _fill(self, targets: Sequence[Target], planner: Any, readable: ReadableCheckpoint) -> None:
+        reads = [target.read() for target in targets]
+        run_on_engine(lambda: read_boxes(readable.checkpoint, reads, self._options), "reading tensors")
+        for target in targets:
+            target.complete()
+            planner.commit_tensor(target.item, target.tensor)

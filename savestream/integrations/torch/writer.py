@@ -1,0 +1,316 @@
+"""The hooks that torch.distributed.checkpoint calls on a storage writer.
+
+All hooks of one save run in one thread, whichever that is; what a save needs between them is kept by thread, so that
+several background saves may share a writer.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import anyio
+import msgspec
+
+from savestream.errors import CoordinationError, PlanError, SaveTimeoutError, UsageError
+from savestream.integrations.torch.composition import compose, correct_metadata
+from savestream.integrations.torch.destination import Destination
+from savestream.integrations.torch.frameworks import checkpoint_module, run_on_engine, torch_module
+from savestream.integrations.torch.items import RankItems
+from savestream.integrations.torch.nesting import DcpPath
+from savestream.integrations.torch.results import RankPart, WrittenItem
+from savestream.integrations.torch.staging import stage_state
+from savestream.integrations.torch.tickets import Inbox, SaveTicket, open_inbox
+from savestream.pipeline.arguments import check_flag, check_kind
+from savestream.pipeline.commit import describe, new_save_id
+from savestream.pipeline.engine import Engine, current_engine
+from savestream.pipeline.index_part import PartEntry
+from savestream.pipeline.options import SaveOptions
+from savestream.pipeline.rank_commit import (
+    Standing,
+    commit_root,
+    discard_quietly,
+    examine_destination,
+    may_be_visible,
+)
+from savestream.pipeline.rank_data import RankChunks, RankData
+from savestream.pipeline.stage_clock import StageClock
+from savestream.planners.metadata import Shape
+from savestream.storage_backends import Location, Place
+
+__all__ = ["WriterHooks"]
+
+logger = logging.getLogger("savestream")
+
+
+class _Attempt:
+    """One save from set-up to finish, as one rank sees it.
+
+    An attempt of the coordinator's that ends without ``finish`` leaves data behind, of other ranks too: torch tells no
+    storage writer that a save has failed. They are removed when the attempt is given up: at the writer's next save in
+    this thread, or when nothing refers to it any more.
+    """
+
+    def __init__(self, location: Location, inbox: Inbox, *, is_coordinator: bool, rank: int | None) -> None:
+        self.location = location
+        self.inbox = inbox
+        self.is_coordinator = is_coordinator
+        self.rank = rank
+        self.save_id = new_save_id()
+        self.world_size = 1
+        self.standing = Standing()
+        self.owners: dict[tuple[str, Shape | None], int] = {}
+        self._leftovers: weakref.finalize[Any, Any] | None = None
+
+    def may_leave_data(self) -> None:
+        """From now on there may be data to remove."""
+        if self.is_coordinator and self._leftovers is None:
+            self._leftovers = weakref.finalize(self, _discard_in_background, self.location, self.save_id)
+            self._leftovers.atexit = False  # the engine may have ended; the data bears this save's id alone
+
+    def settled(self) -> None:
+        """The attempt has been committed, or its data are gone, or must stay."""
+        if self._leftovers is not None:
+            self._leftovers.detach()
+
+    def give_up(self) -> None:
+        """Remove what the attempt left behind, unless it has been settled."""
+        if self._leftovers is not None and self._leftovers.detach():
+            run_on_engine(lambda: discard_quietly(self.location, self.save_id), "discarding a failed save")
+
+    def identify(self, plan: Any) -> tuple[str, int]:
+        """The save's id and this rank's number, once the coordinator has sent the plan.
+
+        The ticket that arrived counts; that in the plan only where plans do not travel between processes.
+        """
+        if self.is_coordinator:
+            return self.save_id, self.rank or 0
+        ticket = self.inbox.ticket or plan.storage_data
+        if not isinstance(ticket, SaveTicket):
+            raise CoordinationError(
+                "the plan came without the save's id: torch's plan exchange did not pass through the coordinator's "
+                "savestream StorageWriter; give all ranks one, and call its hooks in the thread that saves"
+            )
+        if self.rank is not None and self.rank != ticket.rank:
+            raise CoordinationError(f"rank {self.rank} was sent the plan of rank {ticket.rank}; nothing was written")
+        return ticket.save_id, ticket.rank
+
+
+def _discard_in_background(location: Location, save_id: str) -> None:
+    """Called by the garbage collector, at any point of any thread, so it takes no lock: the engine's loop goes on."""
+    try:
+        engine = current_engine()
+    except UsageError:
+        return  # forked: the data are the parent's business
+    engine.post(lambda: _start_discarding(engine, location, save_id))
+
+
+def _start_discarding(engine: Engine, location: Location, save_id: str) -> None:
+    try:
+        engine.submit(lambda: discard_quietly(location, save_id), "discarding a failed save")
+    except UsageError:
+        logger.warning("%s: data of a failed save stays behind, since the program ends", describe(location))
+
+
+class WriterHooks:
+    """All of :class:`savestream.integrations.torch.StorageWriter` but torch's base class."""
+
+    def __init__(
+        self, destination: Place | None = None, *, overwrite: bool = True, options: SaveOptions | None = None
+    ) -> None:
+        check_flag("overwrite", overwrite)
+        check_kind("options", options, SaveOptions)
+        self._destination = Destination(destination)
+        self._overwrite = overwrite
+        self._options = SaveOptions() if options is None else options
+        self._attempts = threading.local()
+
+    def __getstate__(self) -> dict[str, Any]:
+        options = self._options
+        if options.staging_pool is not None:  # a pool is this process's memory; its limit still holds
+            limit = options.staging_limit_bytes
+            options = msgspec.structs.replace(options, staging_pool=None, memory_budget_bytes=limit)
+        return {"_destination": self._destination, "_overwrite": self._overwrite, "_options": options}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _attempts=threading.local())
+
+    # What torch's AsyncStager protocol asks for: async_save then copies the state with this.
+    _synchronize_after_execute = False
+    should_synchronize_after_execute = False
+
+    def stage(self, state_dict: Any) -> Any:
+        """A copy of the state, complete on return."""
+        return stage_state(state_dict)
+
+    def synchronize_staging(self) -> None:
+        """Nothing to wait for."""
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """The place of the checkpoint."""
+        return self._destination.text
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether savestream can save there."""
+        try:
+            Destination(checkpoint_id)
+        except PlanError:
+            return False
+        return True
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Start a new save, to another place if one is given."""
+        if checkpoint_id is not None:
+            self._destination.reset(checkpoint_id)
+
+    def storage_meta(self) -> Any:
+        """What planners learn: the place. The save's id is not known yet to all ranks."""
+        return checkpoint_module("metadata").StorageMeta(checkpoint_id=self.checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Begin a save; the parameter called ``kwargs`` makes torch pass ``rank`` and ``use_collectives``."""
+        del args
+        previous = getattr(self._attempts, "current", None)
+        if previous is not None:
+            previous.give_up()
+        rank = kwargs.get("rank")
+        if not kwargs.get("use_collectives", True):
+            _refuse_many_ranks(rank)
+        self._attempts.current = _Attempt(
+            self._destination.locate(), open_inbox(), is_coordinator=is_coordinator, rank=rank
+        )
+
+    @property
+    def _attempt(self) -> _Attempt:
+        attempt: _Attempt | None = getattr(self._attempts, "current", None)
+        if attempt is None:
+            raise UsageError("set_up_storage_writer has not been called in this thread; torch's save does that")
+        return attempt
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        """Look at the destination, on the coordinator, before anything is written."""
+        attempt = self._attempt
+        if attempt.is_coordinator:
+            attempt.standing = run_on_engine(
+                lambda: examine_destination(attempt.location, overwrite=self._overwrite), "examining the destination"
+            )
+        return plan
+
+    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
+        """On the coordinator: send the save's id with the plans."""
+        attempt = self._attempt
+        attempt.world_size = len(plans)
+        if all(getattr(plan, "usable", True) for plan in plans):
+            attempt.owners = {
+                (item.index.fqn, _offsets(item)): rank for rank, plan in enumerate(plans) for item in plan.items
+            }
+        return [
+            replace(plan, storage_data=SaveTicket(attempt.save_id, rank, len(plans))) for rank, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        """Write this rank's items; the future is done when they are durable, or holds the error.
+
+        The engine writes while this waits: waiting here, unlike in the future's ``wait``, can be interrupted.
+        """
+        future = torch_module().futures.Future()
+        try:
+            future.set_result(self._write(plan, planner))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def _write(self, plan: Any, planner: Any) -> list[Any]:
+        attempt = self._attempt
+        save_id, rank = attempt.identify(plan)
+        attempt.may_leave_data()
+        if not plan.items:
+            return []
+        items = RankItems(plan, planner)
+        items.settle_devices()
+        chunks = items.chunks()
+        clock = StageClock()
+        data = RankData(attempt.location, save_id, rank, self._options, clock, mode="stream", on_staged=lambda: None)
+        entry = run_on_engine(lambda: self._write_rank(data, chunks, attempt.location), "writing a rank's data")
+        part = RankPart(save_id, entry, _changed_paths(plan, planner))
+        result = checkpoint_module("storage").WriteResult
+        return [
+            result(
+                index=item.index,
+                size_in_bytes=item.nbytes,
+                storage_data=WrittenItem(
+                    part, item.offsets, item.sizes, item.dtype, item.requires_grad, item.raw_offset
+                ),
+            )
+            for item in items.described()
+        ]
+
+    async def _write_rank(self, data: RankData, chunks: RankChunks, location: Location) -> PartEntry:
+        timeout = self._options.timeout_seconds
+        with anyio.move_on_after(timeout):
+            return await data.put_index(await data.write(chunks))
+        raise SaveTimeoutError(
+            f"{describe(location)}: writing took longer than timeout_seconds={timeout} and was abandoned; nothing "
+            "became visible"
+        )
+
+    def finish(self, metadata: Any, results: Sequence[Sequence[Any]]) -> None:
+        """On the coordinator: check that everything was written exactly once, and publish the checkpoint."""
+        attempt = self._attempt
+        try:
+            composition = compose(
+                metadata, results, attempt.owners, save_id=attempt.save_id, world_size=attempt.world_size
+            )
+            run_on_engine(
+                lambda: commit_root(
+                    attempt.location,
+                    composition.content,
+                    composition.section,
+                    standing=attempt.standing,
+                    overwrite=self._overwrite,
+                ),
+                "committing",
+            )
+        except BaseException as error:
+            if may_be_visible(error):
+                attempt.settled()
+            else:
+                attempt.give_up()
+            raise
+        attempt.settled()
+        meta = checkpoint_module("metadata").StorageMeta(checkpoint_id=self.checkpoint_id, save_id=attempt.save_id)
+        correct_metadata(metadata, composition, meta)
+
+
+def _offsets(item: Any) -> Shape | None:
+    return None if item.tensor_data is None else tuple(item.tensor_data.chunk.offsets)
+
+
+def _changed_paths(plan: Any, planner: Any) -> dict[str, DcpPath]:
+    """Paths of the state's leaves that differ from those in the plan, which then is a cached one."""
+    actual = getattr(planner, "mappings", None)
+    planned = plan.planner_data
+    if not getattr(planner, "_enable_plan_caching", False):
+        return {}
+    if actual is planned or not isinstance(actual, dict) or not isinstance(planned, dict):
+        return {}
+    return {name: path for name, path in actual.items() if planned.get(name) != path}
+
+
+def _refuse_many_ranks(rank: int | None) -> None:
+    distributed = torch_module().distributed
+    if rank or (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
+        raise UsageError(
+            "use_collectives=False with several ranks would make a checkpoint for each rank, none of which could be "
+            "loaded as a whole; leave it at True, or pass no_dist=True on a rank that saves alone to a place of its own"
+        )
