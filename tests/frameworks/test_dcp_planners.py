@@ -258,7 +258,7 @@ def test_resolve_and_commit_are_called_in_the_callers_thread(tmp_path: Path) -> 
 
 
 def test_many_made_targets_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("savestream.integrations.torch.targets._BATCH_BYTES", 3 * 4000)
+    monkeypatch.setattr("savestream.integrations.dcp.targets._BATCH_BYTES", 3 * 4000)
     state = {f"t{number}": torch.full((1000,), float(number)) for number in range(10)}
     save(state, StorageWriter(tmp_path / "c"))
     alive, peak = 0, 0

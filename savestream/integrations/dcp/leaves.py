@@ -13,8 +13,8 @@ from typing import Any, Literal
 import msgspec
 
 from savestream.errors import CorruptCheckpointError, PlanError
-from savestream.integrations.torch.extras import Extras
-from savestream.integrations.torch.nesting import DcpPath, dcp_name, dcp_path, tree_paths
+from savestream.integrations.dcp.extras import Extras
+from savestream.integrations.dcp.nesting import DcpPath, dcp_name, dcp_path, tree_paths
 from savestream.pipeline.open_checkpoint import OpenCheckpoint
 from savestream.planners.paths import Index, Path, path_to_fqn
 from savestream.planners.recorded import RecordedDataclass

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from savestream.integrations.torch.frameworks import checkpoint_module, torch_module
+from savestream.integrations.dcp.frameworks import checkpoint_module, torch_module
 
 __all__ = ["stage_state"]
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from savestream.arrays import ArrayInfo, array_refusal, dtype_from_name, framework_adapter
 from savestream.errors import PlanError, UnsafeObjectError
-from savestream.integrations.torch.frameworks import checkpoint_module, torch_module
+from savestream.integrations.dcp.frameworks import checkpoint_module, torch_module
 from savestream.pipeline.buffers import Bytes
 from savestream.pipeline.compiled_plan import chunk_shape
 from savestream.pipeline.layout import ChunkShape, plan_blocks, plan_layout

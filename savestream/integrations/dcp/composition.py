@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from savestream.integrations.torch.extras import Extras, encode_extras
-from savestream.integrations.torch.frameworks import checkpoint_module, torch_module
-from savestream.integrations.torch.nesting import DcpPath, dcp_name, flat_tree, nested_tree
-from savestream.integrations.torch.results import CollectedTensor, WrittenItem, collect_results, read_results
+from savestream.integrations.dcp.extras import Extras, encode_extras
+from savestream.integrations.dcp.frameworks import checkpoint_module, torch_module
+from savestream.integrations.dcp.nesting import DcpPath, dcp_name, flat_tree, nested_tree
+from savestream.integrations.dcp.results import CollectedTensor, WrittenItem, collect_results, read_results
 from savestream.pipeline.manifest import PlanSection, encode_plan_section
 from savestream.pipeline.plan_section import KIND_BYTES, KIND_TENSOR
 from savestream.pipeline.rank_commit import RootContent

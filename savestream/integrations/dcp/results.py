@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from savestream.errors import CoordinationError, PlanError
-from savestream.integrations.torch.nesting import DcpPath
+from savestream.integrations.dcp.nesting import DcpPath
 from savestream.pipeline.index_part import PartEntry
 from savestream.planners.metadata import (
     ChunkStorageMetadata,

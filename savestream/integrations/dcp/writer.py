@@ -18,14 +18,15 @@ import anyio
 import msgspec
 
 from savestream.errors import CoordinationError, PlanError, SaveTimeoutError, UsageError
-from savestream.integrations.torch.composition import compose, correct_metadata
-from savestream.integrations.torch.destination import Destination
-from savestream.integrations.torch.frameworks import checkpoint_module, run_on_engine, torch_module
-from savestream.integrations.torch.items import RankItems
-from savestream.integrations.torch.nesting import DcpPath
-from savestream.integrations.torch.results import RankPart, WrittenItem
-from savestream.integrations.torch.staging import stage_state
-from savestream.integrations.torch.tickets import Inbox, SaveTicket, open_inbox
+from savestream.integrations.dcp.composition import compose, correct_metadata
+from savestream.integrations.dcp.destination import Destination
+from savestream.integrations.dcp.frameworks import checkpoint_module, run_on_engine, torch_module
+from savestream.integrations.dcp.items import RankItems
+from savestream.integrations.dcp.joining import JoinsTorch
+from savestream.integrations.dcp.nesting import DcpPath
+from savestream.integrations.dcp.results import RankPart, WrittenItem
+from savestream.integrations.dcp.staging import stage_state
+from savestream.integrations.dcp.tickets import Inbox, SaveTicket, open_inbox
 from savestream.pipeline.arguments import check_flag, check_kind
 from savestream.pipeline.commit import describe, new_save_id
 from savestream.pipeline.engine import Engine, current_engine
@@ -43,7 +44,7 @@ from savestream.pipeline.stage_clock import StageClock
 from savestream.planners.metadata import Shape
 from savestream.storage_backends import Location, Place
 
-__all__ = ["WriterHooks"]
+__all__ = ["StorageWriter"]
 
 logger = logging.getLogger("savestream")
 
@@ -117,8 +118,33 @@ def _start_discarding(engine: Engine, location: Location, save_id: str) -> None:
         logger.warning("%s: data of a failed save stays behind, since the program ends", describe(location))
 
 
-class WriterHooks:
-    """All of :class:`savestream.integrations.torch.StorageWriter` but torch's base class."""
+class StorageWriter(JoinsTorch):
+    """Writes checkpoints for ``torch.distributed.checkpoint``.
+
+    Parameters
+    ----------
+    destination
+        The checkpoint's place: a path, a URL or ``(backend, path)``; or None, where torch's ``checkpoint_id=`` says it.
+        With ``(backend, path)`` a ``checkpoint_id`` is a path in that backend.
+    overwrite
+        Replace a checkpoint that is there; as in torch's own writers that is the default. The old one stays loadable
+        until the new one is durable, and where a save fails. With False the save fails before anything is staged.
+    options
+        Compression, memory, threads. ``timeout_seconds`` bounds the writing of one rank's data.
+
+    Notes
+    -----
+    Nothing is visible before ``finish`` on the coordinator has found that every planned item was written exactly once.
+    A failure on any rank reaches every rank through torch's own exchange, and nothing is published. What a failed save
+    wrote is removed at the writer's next save, or when nothing refers to the writer any more; torch tells no storage
+    writer that a save has failed on another rank.
+
+    Tensors are stored as they are found, also where a cached plan describes an earlier state: the metadata that
+    ``save`` returns then say what was stored. A writer can be pickled, as ``async_save`` with a process does, unless
+    its place lies in this process's memory. ``use_collectives=False`` with several ranks is refused.
+    """
+
+    torch_class = "StorageWriter"
 
     def __init__(
         self, destination: Place | None = None, *, overwrite: bool = True, options: SaveOptions | None = None

@@ -9,9 +9,9 @@ import numpy as np
 
 from savestream.arrays import HostArray, dtype_from_name, framework_adapter
 from savestream.errors import PlanError, UnsafeObjectError
-from savestream.integrations.torch.extras import Extras, decode_extras
-from savestream.integrations.torch.frameworks import checkpoint_module, torch_module
-from savestream.integrations.torch.leaves import Leaf, Leaves, find_leaves
+from savestream.integrations.dcp.extras import Extras, decode_extras
+from savestream.integrations.dcp.frameworks import checkpoint_module, torch_module
+from savestream.integrations.dcp.leaves import Leaf, Leaves, find_leaves
 from savestream.pipeline.buffers import allocate_array
 from savestream.pipeline.open_checkpoint import ChunkLocation, OpenCheckpoint, metadata_of
 from savestream.pipeline.options import LoadOptions

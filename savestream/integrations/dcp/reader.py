@@ -8,10 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from savestream.errors import CoordinationError, PlanError
-from savestream.integrations.torch.destination import Destination
-from savestream.integrations.torch.frameworks import checkpoint_module, run_on_engine, torch_module
-from savestream.integrations.torch.reading import ReadableCheckpoint, open_readable
-from savestream.integrations.torch.targets import Target, batches, check_dtypes, rounds
+from savestream.integrations.dcp.destination import Destination
+from savestream.integrations.dcp.frameworks import checkpoint_module, run_on_engine, torch_module
+from savestream.integrations.dcp.joining import JoinsTorch
+from savestream.integrations.dcp.reading import ReadableCheckpoint, open_readable
+from savestream.integrations.dcp.targets import Target, batches, check_dtypes, rounds
 from savestream.pipeline.arguments import check_flag, check_kind
 from savestream.pipeline.commit import new_save_id
 from savestream.pipeline.open_checkpoint import following_overwrites
@@ -19,11 +20,30 @@ from savestream.pipeline.options import LoadOptions
 from savestream.pipeline.rank_reads import read_boxes
 from savestream.storage_backends import Place
 
-__all__ = ["ReaderHooks"]
+__all__ = ["StorageReader"]
 
 
-class ReaderHooks:
-    """All of :class:`savestream.integrations.torch.StorageReader` but torch's base class."""
+class StorageReader(JoinsTorch):
+    """Reads checkpoints for ``torch.distributed.checkpoint``, whether torch or savestream saved them.
+
+    Parameters
+    ----------
+    source
+        The checkpoint's place: a path, a URL or ``(backend, path)``; or None, where torch's ``checkpoint_id=`` says it.
+    cast
+        Convert to the target's dtype, as torch does silently. With False another dtype is refused before tensors of it
+        are touched.
+    options
+        Threads, digests, and the classes that values may be rebuilt from.
+
+    Notes
+    -----
+    Only the frames that hold a wanted part of a tensor are read, straight into the target where that has its own memory
+    in the stored form. A target whose elements overlap each other is refused. Nothing is unpickled here; torch's own
+    planner unpickles values (``torch.load(weights_only=False)``), as it does with its own checkpoints.
+    """
+
+    torch_class = "StorageReader"
 
     def __init__(self, source: Place | None = None, *, cast: bool = True, options: LoadOptions | None = None) -> None:
         check_flag("cast", cast)
@@ -35,6 +55,9 @@ class ReaderHooks:
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_source": self._source, "_cast": self._cast, "_options": self._options, "_readable": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
 
     @property
     def checkpoint_id(self) -> str | None:

@@ -9,8 +9,8 @@ import msgspec
 
 from savestream.arrays import HostArray, adapter_for, dtype_from_name, framework_adapter
 from savestream.errors import LoadMismatchError, PlanError, SavestreamError
-from savestream.integrations.torch.frameworks import checkpoint_module, torch_module
-from savestream.integrations.torch.reading import ReadableCheckpoint
+from savestream.integrations.dcp.frameworks import checkpoint_module, torch_module
+from savestream.integrations.dcp.reading import ReadableCheckpoint
 from savestream.pipeline.buffers import allocate_array
 from savestream.pipeline.open_checkpoint import ChunkLocation
 from savestream.pipeline.rank_reads import BoxRead
