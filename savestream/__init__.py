@@ -28,6 +28,13 @@ from savestream.events import (
     StageStatistics,
     Statistics,
 )
+from savestream.interchange import (
+    ConversionInfo,
+    export_safetensors,
+    import_dcp,
+    import_safetensors,
+    import_torch,
+)
 from savestream.pipeline.buffers import StagingPool
 from savestream.pipeline.commit import CheckpointEntry
 from savestream.pipeline.coordination import Coordinator
@@ -72,6 +79,7 @@ __all__ = [
     "CheckpointInfo",
     "CheckpointManifest",
     "CheckpointNotFoundError",
+    "ConversionInfo",
     "CoordinationError",
     "Coordinator",
     "CorruptCheckpointError",
@@ -115,6 +123,10 @@ __all__ = [
     "capture_rng_state",
     "delete",
     "exists",
+    "export_safetensors",
+    "import_dcp",
+    "import_safetensors",
+    "import_torch",
     "iter_arrays",
     "list_checkpoints",
     "load",

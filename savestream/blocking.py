@@ -17,6 +17,10 @@ import savestream
 __all__ = [
     "delete",
     "exists",
+    "export_safetensors",
+    "import_dcp",
+    "import_safetensors",
+    "import_torch",
     "iter_arrays",
     "list_checkpoints",
     "load",
@@ -70,6 +74,10 @@ exists = _blocking(savestream.exists)
 list_checkpoints = _blocking(savestream.list_checkpoints)
 delete = _blocking(savestream.delete)
 verify = _blocking(savestream.verify)
+import_dcp = _blocking(savestream.import_dcp)
+import_safetensors = _blocking(savestream.import_safetensors)
+import_torch = _blocking(savestream.import_torch)
+export_safetensors = _blocking(savestream.export_safetensors)
 
 
 @functools.wraps(savestream.iter_arrays)

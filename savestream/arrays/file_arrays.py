@@ -124,7 +124,7 @@ class FileArrayAdapter(ArrayAdapter):
             return
         itemsize = array.info.itemsize
         if array.contiguous:
-            _read(array, array.offset + start * itemsize, memoryview(target.view(np.uint8)))
+            _read(array, array.offset + start * itemsize, target.view(np.uint8).data)
         else:
             read_strided(
                 lambda offset, buffer: _read(array, offset, buffer),

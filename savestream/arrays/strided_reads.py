@@ -10,7 +10,7 @@ import numpy as np
 
 from savestream.arrays.elements import HostArray
 
-__all__ = ["Read", "covered_bytes", "read_strided"]
+__all__ = ["Read", "covered_bytes", "element_boxes", "read_strided"]
 
 Shape: TypeAlias = tuple[int, ...]
 Read: TypeAlias = Callable[[int, memoryview], None]  # fills the buffer from an offset, or raises
@@ -40,15 +40,15 @@ def read_strided(
     words = target.view(_WORDS[itemsize]) if itemsize in _WORDS else target
     scratch = np.empty(min(_PIECE_BYTES, covered_bytes(shape, strides, itemsize)), np.uint8)
     reader = _BoxReader(read, scratch)
-    for offsets, sizes, position in _boxes(shape, start, stop):
+    for offsets, sizes, position in element_boxes(shape, start, stop):
         box = words[position : position + math.prod(sizes)].reshape(sizes)
         order = sorted(range(len(sizes)), key=lambda axis: -strides[axis])
         base = offset + sum(index * stride for index, stride in zip(offsets, strides, strict=True))
         reader.read(base, [(sizes[axis], strides[axis]) for axis in order], box.transpose(order))
 
 
-def _boxes(shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape, int]]:
-    """Boxes (offsets, sizes) that hold elements ``start:stop``, and where each begins among these."""
+def element_boxes(shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape, int]]:
+    """Boxes (offsets, sizes) that hold elements ``start:stop`` in C order, and where each begins among these."""
     if start >= stop:
         return
     if not shape:
@@ -68,7 +68,7 @@ def _boxes(shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape, 
 
 
 def _in_row(shape: Shape, row: int, start: int, stop: int, position: int) -> Iterator[tuple[Shape, Shape, int]]:
-    for offsets, sizes, inside in _boxes(shape[1:], start, stop):
+    for offsets, sizes, inside in element_boxes(shape[1:], start, stop):
         yield (row, *offsets), (1, *sizes), position + inside
 
 
@@ -101,7 +101,7 @@ class _BoxReader:
 
     def _cover(self, base: int, axes: Sequence[Axis], extent: int, target: HostArray) -> None:
         """Read everything between the first and the last element, and pick."""
-        self._read(base, memoryview(self._scratch[:extent]))
+        self._read(base, self._scratch[:extent].data)
         strides = tuple([stride for _, stride in axes])
         source: HostArray = np.ndarray(target.shape, target.dtype, self._scratch.data, 0, strides)
         target[...] = source

@@ -1,0 +1,74 @@
+"""From keys with paths to nested dicts and lists."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from savestream.errors import CorruptCheckpointError
+
+__all__ = ["Path", "nest"]
+
+Path: TypeAlias = tuple[str | int, ...]
+
+_MAXIMUM_DEPTH = 128
+_MAXIMUM_ABSENT = 1 << 16
+
+
+class _Node:
+    """A container that is being filled: a dict where its keys are text, a list where they are positions."""
+
+    __slots__ = ("children", "kind")
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+        self.children: dict[str | int, Any] = {}
+
+
+def nest(leaves: Mapping[str, object], paths: Mapping[str, Path]) -> dict[str, Any]:
+    """The state whose leaves are at these paths.
+
+    A text is a key of a dict, a number a position in a list. Positions that nothing is at hold None: whoever wrote the
+    paths left out what held no leaf.
+
+    Raises
+    ------
+    CorruptCheckpointError
+        Two paths contradict each other, or one is deeper or further along a list than any state is.
+    """
+    root = _Node(str)
+    for key, leaf in leaves.items():
+        _insert(root, key, paths[key], leaf)
+    built: dict[str, Any] = _build(root)
+    return built
+
+
+def _insert(root: _Node, key: str, path: Path, leaf: object) -> None:
+    if len(path) > _MAXIMUM_DEPTH:
+        raise CorruptCheckpointError(f"{key}: its path is {len(path)} levels deep; up to {_MAXIMUM_DEPTH} are read")
+    node = root
+    for part, following in itertools.pairwise(path):
+        _check_part(key, node, part)
+        child = node.children.setdefault(part, _Node(type(following)))
+        if type(child) is not _Node:
+            raise CorruptCheckpointError(f"{key}: its path {path} leads through another entry")
+        node = child
+    _check_part(key, node, path[-1])
+    if path[-1] in node.children:
+        raise CorruptCheckpointError(f"{key}: its path {path} is that of another entry, or leads to others")
+    node.children[path[-1]] = leaf
+
+
+def _check_part(key: str, node: _Node, part: str | int) -> None:
+    if type(part) is not node.kind:
+        raise CorruptCheckpointError(f"{key}: its path has {part!r} among {node.kind.__name__} keys of other entries")
+    if isinstance(part, int) and (part < 0 or part > len(node.children) + _MAXIMUM_ABSENT):
+        raise CorruptCheckpointError(f"{key}: its path has the list position {part}, far from all others")
+
+
+def _build(node: _Node) -> Any:
+    children = {part: _build(child) if type(child) is _Node else child for part, child in node.children.items()}
+    if node.kind is str:
+        return children
+    return [children.get(position) for position in range(max(children) + 1)]  # type: ignore[operator]

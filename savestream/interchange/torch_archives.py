@@ -1,0 +1,135 @@
+"""PyTorch's archives, without PyTorch: their tensors as arrays in the file, their other objects as plain values."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+
+from savestream.arrays import dtype_itemsize
+from savestream.arrays.file_arrays import FileArray
+from savestream.arrays.file_sources import ByteSource
+from savestream.errors import CorruptCheckpointError, UnsafeObjectError
+from savestream.interchange.inert_objects import show
+from savestream.interchange.inert_pickle import read_pickle
+from savestream.interchange.numpy_pickles import PickledArray
+from savestream.interchange.stored_zip import StoredZip, Window
+from savestream.interchange.torch_pickles import TENSOR_NAMES, VALUE_NAMES, StoredTensor, storage_id
+
+__all__ = ["ArchiveReader"]
+
+_MAXIMUM_PICKLE_BYTES = 64 * 1024 * 1024
+_MAXIMUM_DEPTH = 128
+_MAXIMUM_CONTAINERS = 1_000_000
+# Elements that lie over each other may be more than what is stored, up to here.
+_MAXIMUM_EXPANDED_BYTES = 64 * 1024 * 1024
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, bytearray, np.generic)
+
+
+class ArchiveReader:
+    """One archive at ``offset`` of a source. ``name`` is what errors and arrays are called."""
+
+    def __init__(self, source: ByteSource, offset: int, nbytes: int, name: str) -> None:
+        self._name = name
+        self._window = Window(source, offset, nbytes)
+        self._zip = StoredZip(self._window)
+        self._prefix = self._find_prefix()
+        self._swapped = self._is_big_endian()
+        self._containers = 0
+
+    def _find_prefix(self) -> str:
+        """The directory in the archive that all of its members lie in."""
+        for name in self._zip.members:
+            if name.endswith("/data.pkl") and name.count("/") == 1:
+                break
+        else:
+            raise CorruptCheckpointError("it holds no data.pkl, so torch.save did not write it")
+        prefix = name.removesuffix("data.pkl")
+        if f"{prefix}constants.pkl" in self._zip.members:
+            raise UnsafeObjectError("it is a TorchScript archive, which holds code; save the module's state_dict()")
+        return prefix
+
+    def _is_big_endian(self) -> bool:
+        member = self._zip.members.get(f"{self._prefix}byteorder")
+        order = b"little" if member is None else self._zip.read(member, 100)
+        if order not in (b"little", b"big"):
+            raise CorruptCheckpointError(f"its byte order is {order[:20]!r}")
+        return order == b"big"
+
+    def tensor(self) -> FileArray:
+        """The tensor that is all that the archive holds."""
+        found = self._unpickle(tensors_only=True)
+        if not isinstance(found, StoredTensor):
+            raise CorruptCheckpointError(f"it holds {show(found)}, not a tensor")
+        return self._array(found, self._name)
+
+    def value(self) -> object:
+        """What the archive holds: plain values, containers and tensors."""
+        return self._convert(self._unpickle(tensors_only=False), _Place(None, self._name), 0)
+
+    def _unpickle(self, *, tensors_only: bool) -> object:
+        pickled = self._zip.read(self._zip.members[f"{self._prefix}data.pkl"], _MAXIMUM_PICKLE_BYTES)
+        return read_pickle(pickled, TENSOR_NAMES if tensors_only else VALUE_NAMES, storage_id)
+
+    def _array(self, tensor: StoredTensor, name: str) -> FileArray:
+        storage = tensor.storage
+        member = self._zip.members.get(f"{self._prefix}data/{storage.key}")
+        if member is None:
+            raise CorruptCheckpointError(f"its storage {storage.key[:100]!r} is not in the archive")
+        if member.nbytes != storage.nbytes:
+            raise CorruptCheckpointError(
+                f"its storage {storage.key[:100]!r} is said to have {storage.nbytes} bytes and has {member.nbytes}"
+            )
+        array = FileArray(
+            self._window.source,
+            self._window.offset + self._zip.data_offset(member) + tensor.offset,
+            tensor.dtype,
+            tensor.shape,
+            tensor.strides,
+            name=name,
+            conjugated=tensor.conjugated,
+            negated=tensor.negated,
+            swapped=self._swapped and dtype_itemsize(tensor.dtype) > 1,
+        )
+        if array.info.nbytes > max(storage.nbytes, _MAXIMUM_EXPANDED_BYTES):
+            raise CorruptCheckpointError(
+                f"a tensor of shape {tensor.shape} spreads {storage.nbytes} stored bytes over {array.info.nbytes}"
+            )
+        return array
+
+    def _convert(self, value: Any, place: _Place, depth: int) -> object:
+        """The pickle's objects as values of a state; what is no plain value is refused."""
+        kind = type(value)
+        if kind is StoredTensor:
+            return self._array(value, place.name())
+        if kind is PickledArray:
+            return value.array
+        if kind in (set, frozenset) or isinstance(value, _PLAIN):
+            return value
+        self._containers += 1
+        if depth > _MAXIMUM_DEPTH or self._containers > _MAXIMUM_CONTAINERS:
+            raise CorruptCheckpointError("its values nest too deeply, contain themselves, or are too many")
+        if kind in (list, tuple):
+            items = [self._convert(item, _Place(place, part), depth + 1) for part, item in enumerate(value)]
+            return items if kind is list else tuple(items)
+        if kind in (dict, OrderedDict):
+            pairs = [(key, self._convert(item, _Place(place, key), depth + 1)) for key, item in value.items()]
+            return dict(pairs) if kind is dict else OrderedDict(pairs)
+        raise UnsafeObjectError(f"it holds {show(value)}, which is no plain value")
+
+
+class _Place:
+    """Where a value stands in an archive; its text is made only when it is needed."""
+
+    __slots__ = ("outer", "part")
+
+    def __init__(self, outer: _Place | None, part: object) -> None:
+        self.outer = outer
+        self.part = part
+
+    def name(self) -> str:
+        if self.outer is None:
+            return str(self.part)
+        part = f".{self.part[:100]}" if isinstance(self.part, str) else f"[{show(self.part)}]"
+        return self.outer.name() + part
