@@ -19,7 +19,9 @@ import numpy as np
 
 from savestream.arrays.adapter import ArrayAdapter, ArrayInfo, HostArray, Shape
 from savestream.arrays.dtypes import OPAQUE_DTYPES, dtype_from_name
+from savestream.arrays.elements import copy_elements
 from savestream.arrays.memory_views import view_of_memory
+from savestream.arrays.sign_bits import SIGNED_DTYPES, flip_signs
 from savestream.arrays.torch_devices import copy_range, join_on_device, wait_for_devices
 from savestream.errors import PlanError, UnsafeObjectError
 
@@ -217,13 +219,26 @@ class TorchAdapter(ArrayAdapter):
 
     def host_view(self, array: Any) -> HostArray:
         tensor = array.detach()
-        if tensor.is_conj():
-            tensor = tensor.resolve_conj()
-        if tensor.is_neg():
-            tensor = tensor.resolve_neg()
+        if self._has_flipped_signs(tensor):
+            elements = np.array(self._shown(tensor), order="C")
+            self._flip_signs(tensor, elements)
+            return elements
+        tensor = tensor.resolve_conj().resolve_neg()
         if not tensor.is_cpu:
             tensor = tensor.cpu()
         return self._shown(tensor)
+
+    def _has_flipped_signs(self, tensor: Any) -> bool:
+        """Whether a tensor in host memory is marked as conjugated or negated, and is so by flipping sign bits.
+
+        torch's own arithmetic changes the bits of some NaNs, and would do it with the whole tensor for each part of it.
+        """
+        return self._is_lazy(tensor) and tensor.is_cpu and self._elements[tensor.dtype].name in SIGNED_DTYPES
+
+    def _flip_signs(self, tensor: Any, elements: HostArray) -> None:
+        """Lead from what lies in a marked tensor's memory to its elements, or back."""
+        name = self._elements[tensor.dtype].name
+        flip_signs(elements, name, conjugate=tensor.is_conj(), negate=tensor.is_neg())
 
     def _shown(self, tensor: Any) -> HostArray:
         """A numpy view of a tensor in host memory.
@@ -243,6 +258,10 @@ class TorchAdapter(ArrayAdapter):
         return view_of_memory(tensor.data_ptr(), extent, storage, shape, dtype, strides)
 
     def copy_elements(self, array: Any, start: int, stop: int, target: HostArray) -> None:
+        if self._has_flipped_signs(array):
+            copy_elements(self._shown(array), start, stop, target)
+            self._flip_signs(array, target)
+            return
         if array.is_cpu:
             super().copy_elements(array, start, stop, target)
             return
@@ -257,7 +276,7 @@ class TorchAdapter(ArrayAdapter):
     def _join_alike(self, tensors: list[Any]) -> HostArray:
         """Flatten and join in one call, which gives up the GIL; a call for each tensor would cost ten times more."""
         torch = self._torch
-        if any(map(self._is_lazy, tensors)):
+        if len(tensors) == 1 or any(map(self._is_lazy, tensors)):  # torch would not copy a single one
             return super().join(tensors)
         sizes = map(torch.UntypedStorage.nbytes, map(self._tensor.untyped_storage, tensors))
         if 0 in sizes and any(tensor.numel() and not tensor.untyped_storage().nbytes() for tensor in tensors):
@@ -306,8 +325,13 @@ class TorchAdapter(ArrayAdapter):
     def filled(self, array: Any, parts: Sequence[tuple[Shape, HostArray]]) -> Any:
         if array.device.type == "meta":
             return self._materialised(array, parts[0][1])
-        with self._torch.no_grad():
-            array.detach().copy_(self.from_host(parts[0][1], self._elements[array.dtype].name))
+        content = parts[0][1]
+        if self._has_flipped_signs(array):
+            self._flip_signs(array, content)
+            np.copyto(self._shown(array), content)
+        else:
+            with self._torch.no_grad():
+                array.detach().copy_(self.from_host(content, self._elements[array.dtype].name))
         self.changed([array])
         return array
 
