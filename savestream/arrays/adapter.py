@@ -132,6 +132,10 @@ class ArrayAdapter(abc.ABC):
         """Whether a load changes the target itself, so that no other target may share its memory."""
         return self.own_memory(array) is not None
 
+    def local_array(self, array: Any) -> Any:
+        """The array whose memory a load changes: the target itself, or what this process holds of it."""
+        return array
+
     def target_boxes(self, array: Any, key: str) -> Sequence[Box] | None:
         """The boxes that a sharded target holds in this process; None where it is filled as a whole."""
         del array, key

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from savestream.arrays.file_arrays import FileArray, FileArrayAdapter
 from savestream.arrays.foreign_arrays import foreign_adapter_for
 from savestream.arrays.jax_arrays import is_jax_type, jax_adapter_for, jax_refusal
 from savestream.arrays.numpy_arrays import NUMPY_TYPES, NumpyAdapter
+from savestream.arrays.torch_distributed import dtensor_adapter_for, is_dtensor_type
 from savestream.arrays.torch_tensors import is_torch_type, torch_adapter_for, torch_refusal
 from savestream.errors import PlanError, UnsafeObjectError
 
@@ -34,6 +36,13 @@ _supported: dict[type, ArrayAdapter] = {FileArray: FileArrayAdapter(), **dict.fr
 _found: weakref.WeakKeyDictionary[type, ArrayAdapter | None] = weakref.WeakKeyDictionary()
 
 
+_FRAMEWORKS: tuple[tuple[Callable[[type], bool], Callable[[type], ArrayAdapter | None]], ...] = (
+    (is_dtensor_type, dtensor_adapter_for),
+    (is_torch_type, torch_adapter_for),
+    (is_jax_type, jax_adapter_for),
+)
+
+
 def adapter_for(kind: type) -> ArrayAdapter | None:
     """The adapter for leaves of exactly this class, or None where it is no supported array."""
     adapter = _supported.get(kind)
@@ -45,9 +54,9 @@ def adapter_for(kind: type) -> ArrayAdapter | None:
 
 
 def _find(kind: type) -> ArrayAdapter | None:
-    for is_own, find in ((is_torch_type, torch_adapter_for), (is_jax_type, jax_adapter_for)):
+    for is_own, find in _FRAMEWORKS:
         if is_own(kind):
-            adapter: ArrayAdapter | None = find(kind)
+            adapter = find(kind)
             if adapter is not None:
                 _supported[kind] = adapter
             return adapter

@@ -11,8 +11,11 @@ from typing import Any
 import numpy as np
 
 from savestream.arrays.elements import HostArray
+from savestream.arrays.memory_views import view_of_memory
 
 __all__ = ["copy_range", "join_on_device", "wait_for_devices"]
+
+_BYTE = np.dtype(np.uint8)
 
 
 def wait_for_devices(torch: Any, devices: Iterable[Any]) -> None:
@@ -44,4 +47,7 @@ def join_on_device(torch: Any, tensors: list[Any]) -> HostArray:
         joined = torch._utils._flatten_dense_tensors(tensors).view(torch.uint8)
         if not joined.is_cpu:
             joined = joined.cpu()
-    return joined.numpy()  # type: ignore[no-any-return]
+    if not joined.numel():
+        return np.empty(0, np.uint8)
+    # Not numpy(): where one tensor was joined it is the caller's memory, which that would forbid to be resized.
+    return view_of_memory(joined.data_ptr(), joined.numel(), joined.untyped_storage(), (joined.numel(),), _BYTE, None)

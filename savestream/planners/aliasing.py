@@ -62,7 +62,8 @@ def _other_aliases(flat: FlatState) -> dict[int, int]:
     aliases: dict[int, int] = {}
     first_of: dict[tuple[int, int], int] = {}
     identical: dict[int, int] = {}
-    for position, like, address in zip(described.positions, described.firsts, described.addresses, strict=True):
+    columns = zip(described.positions, described.firsts, described.addresses, strict=True)
+    for position, like, address in sorted(columns):  # several frameworks may have leaves in one memory
         first = identical.setdefault(id(flat.leaves[position]), position)
         if address and first == position and described.infos[like].nbytes:
             first = first_of.setdefault((address, alike[like]), position)

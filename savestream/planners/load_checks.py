@@ -157,8 +157,12 @@ class TargetChecker:
         if boxes is not None:
             chunks = self.boxes[name] = [ChunkStorageMetadata(offsets, sizes) for offsets, sizes in boxes]
         self.open_targets[name] = OpenTarget(adapter, leaf, info.dtype, info.shape, chunks)
-        if adapter.is_filled_in_place(leaf):
+        if not adapter.is_filled_in_place(leaf):
+            return
+        if chunks is None:
             self._arrays.append(TargetArray(name, (), leaf, info, address))
+        elif chunks:  # its memory is that of the boxes only
+            self._arrays.append(TargetArray(name, chunks[0].offsets, adapter.local_array(leaf)))
 
     def _check_shards(self, name: str, leaf: Any, entry: TensorStorageMetadata) -> None:
         shape, boxes = shard_chunks(leaf, name)

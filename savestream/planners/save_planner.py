@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from savestream.arrays import adapter_for, dtype_from_name, is_array, plain_array_types
+from savestream.arrays import ArrayAdapter, adapter_for, dtype_from_name, is_array, plain_array_types
 from savestream.errors import PlanError
 from savestream.planners.base import SavePlanner
 from savestream.planners.cache import fingerprint
@@ -114,16 +114,13 @@ class DefaultSavePlanner(SavePlanner):
         """Plan arrays that a framework holds in several places as the boxes that they consist of."""
         if flat.types <= plain_array_types():
             return
-        known: dict[int, tuple[Any, ShardedArray]] = {}  # one array under several names stays one
+        known: dict[Any, tuple[Any, ShardedArray]] = {}  # one array under several names stays one
         for position in list(flat.positions(ARRAY)):
             leaf, name = flat.leaves[position], flat.names[position]
             adapter = adapter_for(type(leaf))
-            if adapter is None:
-                continue
-            if id(leaf) not in known and (parts := adapter.split(leaf, name)) is not None:
-                known[id(leaf)] = (leaf, ShardedArray(leaf.shape, parts, dtype=adapter.info(leaf, name).dtype))
-            if id(leaf) in known:
-                flat.split_leaf(position, known[id(leaf)][1])
+            boxes = _split(adapter, leaf, name, known) if adapter is not None else None
+            if boxes is not None:
+                flat.split_leaf(position, boxes)
 
     def _flatten_shards(self, flat: FlatState) -> None:
         for position, leaf in enumerate(flat.leaves):
@@ -297,6 +294,22 @@ class DefaultSavePlanner(SavePlanner):
             self.capture_values()
         assert self._values is not None  # noqa: S101 - for the type checker
         return self._values
+
+
+def _split(
+    adapter: ArrayAdapter, leaf: Any, name: str, known: dict[Any, tuple[Any, ShardedArray]]
+) -> ShardedArray | None:
+    """The boxes of an array, or None where it is whole; one object for all arrays that are the same memory."""
+    if id(leaf) in known:
+        return known[id(leaf)][1]
+    parts = adapter.split(leaf, name)
+    if parts is None:
+        return None
+    dtype, address = adapter.info(leaf, name).dtype, adapter.addresses([leaf])[0]
+    memory = (address, dtype, tuple(leaf.shape), tuple([offsets for offsets, _ in parts])) if address else id(leaf)
+    entry = known.setdefault(memory, (leaf, ShardedArray(leaf.shape, parts, dtype=dtype)))
+    known[id(leaf)] = (leaf, entry[1])
+    return entry[1]
 
 
 def _definer(kind: type, name: str) -> int:

@@ -19,6 +19,7 @@ from torch_training_support import assert_same_state, assert_same_tensor, bits, 
 from savestream import SaveOptions, StagingPool, blocking
 from savestream.arrays import adapter_for
 from savestream.arrays.torch_tensors import TorchAdapter
+from savestream.storage_backends import Fault, FaultyBackend, Gate, MemoryBackend
 
 MEBIBYTE = 1 << 20
 PLAIN = SaveOptions(compression="none")
@@ -133,13 +134,15 @@ def test_a_large_tensor_is_copied_once(name: str, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(TorchAdapter, "host_view", viewed)
     monkeypatch.setattr(TorchAdapter, "copy_elements", copying)
-    place = fresh_place()
+    gate = Gate()  # what is written is copied by the memory backend
+    backend = FaultyBackend(MemoryBackend(), [Fault("write", times=None, hook=gate)])
     with StagingPool(80 * MEBIBYTE) as pool:
         options = SaveOptions(compression="none", staging_pool=pool)
         tracemalloc.start()
-        handle = blocking.start_save({"w": tensor}, place, options=options)
+        handle = blocking.start_save({"w": tensor}, (backend, "c"), options=options)
         staged_peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
+        gate.open()
         handle.result(60)
     copied.sort()
     assert copied[0][0] == 0
