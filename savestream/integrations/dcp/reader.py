@@ -119,14 +119,13 @@ class StorageReader(JoinsTorch):
         return plans
 
     def read_data(self, plan: Any, planner: Any) -> Any:
-        """Read everything that the plan asks for; the planner is called in this thread only."""
+        """Read everything that the plan asks for; the planner is called in this thread only.
+
+        An error is raised, not put in the future: a future of torch's that holds one is never freed.
+        """
+        self._read(plan, planner)
         future = torch_module().futures.Future()
-        try:
-            self._read(plan, planner)
-        except Exception as error:
-            future.set_exception(error)
-        else:
-            future.set_result(None)
+        future.set_result(None)
         return future
 
     def _read(self, plan: Any, planner: Any) -> None:

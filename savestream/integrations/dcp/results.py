@@ -136,8 +136,9 @@ def _by_name(
     written: dict[str, dict[Box, _Written]] = {}
     for rank, result, item in _pairs(results, items):
         chunks = written.setdefault(result.index.fqn, {})
-        other = chunks.setdefault(item.offsets, _Written(rank, item))
-        if other.item is not item:
+        this = _Written(rank, item)
+        other = chunks.setdefault(item.offsets, this)
+        if other is not this:
             raise CoordinationError(
                 f"{_name(result.index.fqn, item.offsets)}: written by rank {other.rank} and by rank {rank}; the "
                 "planner must leave each item to one rank"

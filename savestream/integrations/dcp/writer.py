@@ -245,15 +245,14 @@ class StorageWriter(JoinsTorch):
         ]
 
     def write_data(self, plan: Any, planner: Any) -> Any:
-        """Write this rank's items; the future is done when they are durable, or holds the error.
+        """Write this rank's items; they are durable on return. An error is raised, not put in the future.
 
-        The engine writes while this waits: waiting here, unlike in the future's ``wait``, can be interrupted.
+        A future of torch's that holds an exception is never freed once the exception has been raised, and neither are
+        the frames that it came through, which hold the whole state. And waiting here, unlike in the future's ``wait``,
+        can be interrupted.
         """
         future = torch_module().futures.Future()
-        try:
-            future.set_result(self._write(plan, planner))
-        except Exception as error:
-            future.set_exception(error)
+        future.set_result(self._write(plan, planner))
         return future
 
     def _write(self, plan: Any, planner: Any) -> list[Any]:
