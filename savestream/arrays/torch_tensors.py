@@ -43,6 +43,9 @@ _AS_UINT8 = (
 # torch itself can neither copy nor join these, but it can view them as other types
 _WITHOUT_COPY = frozenset(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8))
 
+_META = "a meta tensor holds no data; materialise it (to_empty()) and initialise it before saving"
+_NESTED = "nested tensors cannot be stored; store their components (unbind())"
+
 
 class _Element(msgspec.Struct, frozen=True):
     """One torch dtype: its stored name, the torch dtype under which numpy takes it, and numpy's dtype for it."""
@@ -71,6 +74,8 @@ def torch_refusal(value: Any) -> str:
     name = type(value).__name__
     if "Fake" in name or "Functional" in name:
         return "it holds no data, as tensors under tracing do; save the real tensors, outside of the tracing"
+    if "Nested" in name:
+        return _NESTED
     if "Uninitialized" in name:
         return "a lazy module's parameter has no data before the first forward pass; run one first"
     return (
@@ -159,7 +164,12 @@ class TorchAdapter(ArrayAdapter):
     def _hold(
         self, arrays: Sequence[Any], firsts: Sequence[int], described: Mapping[int, tuple[ArrayInfo, int]]
     ) -> bool:
-        """Whether every tensor's storage reaches to its last element."""
+        """Whether every tensor has memory, which reaches to its last element."""
+        addresses = self.addresses(arrays)
+        if 0 in addresses and any(
+            not address and described[first][1] for address, first in zip(addresses, firsts, strict=True)
+        ):
+            return False
         sizes = map(self._torch.UntypedStorage.nbytes, map(self._tensor.untyped_storage, arrays))
         offsets = list(map(self._tensor.storage_offset, arrays))
         extents = {position: extent for position, (_, extent) in described.items()}
@@ -195,24 +205,24 @@ class TorchAdapter(ArrayAdapter):
 
     def _problem(self, array: Any, meta: bool) -> str | None:
         if array.is_nested:
-            return "nested tensors cannot be stored; store their components (unbind())"
+            return _NESTED
         if array.layout is not self._torch.strided:
             return f"a tensor of layout {array.layout} cannot be stored; store its indices and values, or to_dense()"
         if array.is_quantized:
             return "quantised tensors cannot be stored; store int_repr(), scale and zero point"
-        if array.device.type == "meta" and not meta:
-            return "a meta tensor holds no data; materialise it (to_empty()) and initialise it before saving"
+        if array.device.type == "meta":
+            return None if meta else _META
         try:
-            if array.device.type != "meta":
-                array.untyped_storage()
-                array.data_ptr()
+            if array.data_ptr() or not array.untyped_storage().nbytes() or not array.numel():
+                return None
+            reason = "its address is 0"  # so it is inside functionalize, where reading would give anything
         except (RuntimeError, NotImplementedError) as error:
-            return f"the tensor gives no access to its data, as inside torch.func or under tracing ({error})"
-        return None
+            reason = str(error)
+        return f"the tensor gives no access to its data, as inside torch.func or under tracing ({reason})"
 
     def _holds(self, array: Any, extent: int) -> bool:
         end = array.storage_offset() * array.element_size() + extent
-        return bool(array.untyped_storage().nbytes() >= end and array.data_ptr() != 0)
+        return bool(array.untyped_storage().nbytes() >= end)
 
     def addresses(self, arrays: Sequence[Any]) -> list[int]:
         return list(map(self._tensor.data_ptr, arrays))
