@@ -20,15 +20,14 @@ from savestream.arrays import adapter_of, array_info, as_plain_elements, dtype_f
 from savestream.errors import CorruptCheckpointError
 from savestream.pipeline.codecs import digest
 from savestream.pipeline.manifest import Frames
-from savestream.pipeline.open_checkpoint import ChunkLocation, OpenCheckpoint
+from savestream.pipeline.open_checkpoint import ChunkLocation, OpenCheckpoint, metadata_of
 from savestream.pipeline.options import LoadOptions
 from savestream.pipeline.rank_reads import BoxRead, read_boxes
 from savestream.pipeline.verification import verify_opened
 from savestream.planners.flattening import SHARDED, VALUE, flatten
-from savestream.planners.metadata import MetadataIndex
+from savestream.planners.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 from savestream.planners.save_plans import capture_value
-from savestream.planners.sharding import flatten_shards, shard_array
-from savestream.planners.value_encoding import encode_value_bytes
+from savestream.planners.sharding import flatten_shards, is_sharded, shard_array, shard_chunks, shard_dtype
 from savestream.threads import run_in_worker, stopping
 
 __all__ = ["compare_with_source"]
@@ -98,24 +97,42 @@ class _Source:
     def chunk(self, name: str, offset: tuple[int, ...]) -> Any:
         """The array that a stored chunk was made of."""
         if name in self.values:
-            captured = capture_value(self.values[name], name, self._allow_pickle)
-            return np.frombuffer(captured.data, np.uint8)
+            return np.frombuffer(self.encoded(name), np.uint8)
         leaf = self.arrays[name]
-        return shard_array(leaf, MetadataIndex(name, offset)) if hasattr(leaf, "global_shape") else leaf
+        return shard_array(leaf, MetadataIndex(name, offset)) if is_sharded(leaf) else leaf
+
+    def encoded(self, name: str) -> bytes:
+        """The bytes that are stored for a value."""
+        return capture_value(self.values[name], name, self._allow_pickle).data
 
 
 def _compare_values(checkpoint: OpenCheckpoint, source: _Source) -> None:
-    """Keys of both sides, and the values that stand in the root."""
-    plan = checkpoint.root.plan
-    stored = {*plan.tensor_names, *plan.value_names}
+    """Keys of both sides, what each is, and the values that stand in the root."""
+    stored = metadata_of(checkpoint).state_dict_metadata
     given = {*source.arrays, *source.values}
-    if stored != given:
-        name = min(stored ^ given)
+    if stored.keys() != given:
+        name = min(stored.keys() ^ given)
         side = "only the source has" if name in given else "only the new checkpoint has"
         raise CorruptCheckpointError(f"{checkpoint.place}: {side} {name}; nothing was committed")
-    for name, value in zip(plan.value_names, checkpoint.root.values, strict=True):
-        if msgspec.json.encode(value) != encode_value_bytes(source.values[name], name):
-            raise _difference(checkpoint, name)
+    different = [name for name, entry in stored.items() if not _is_alike(entry, source, name)]
+    for name, value in zip(checkpoint.root.plan.value_names, checkpoint.root.values, strict=True):
+        if not different and msgspec.json.encode(value) != source.encoded(name):
+            different.append(name)
+    if different:
+        raise _difference(checkpoint, different[0])
+
+
+def _is_alike(entry: TensorStorageMetadata | BytesStorageMetadata, source: _Source, name: str) -> bool:
+    """Whether both are values, or arrays of one dtype and shape."""
+    if not isinstance(entry, TensorStorageMetadata):
+        return name in source.values
+    leaf = source.arrays.get(name)
+    if leaf is None:
+        return False
+    if is_sharded(leaf):
+        return (shard_dtype(leaf, name), shard_chunks(leaf, name)[0]) == (entry.properties.dtype, entry.size)
+    info = array_info(leaf, name)
+    return (info.dtype, info.shape) == (entry.properties.dtype, entry.size)
 
 
 def _difference(checkpoint: OpenCheckpoint, name: str) -> CorruptCheckpointError:

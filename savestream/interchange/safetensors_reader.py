@@ -147,11 +147,15 @@ class _Merged:
         return ForeignState(self._arrays, self._metadata(), self._skipped)
 
     def _refuse_partial_tensors(self) -> None:
-        if len(self._shards) > 1 and any(_SHARDING_KEY in (header.metadata or {}) for header in self._shards.values()):
-            raise UnsafeObjectError(
-                f"{self._directory}: DCP wrote these files, and each holds parts of tensors whose full shapes none "
-                "tells; join them with torch.distributed.checkpoint's consolidate_safetensors_files first"
-            )
+        for name, header in self._shards.items():
+            path = os.path.join(self._directory, name)
+            with locating(path):
+                key = _partial_tensor((header.metadata or {}).get(_SHARDING_KEY))
+            if key is not None:
+                raise UnsafeObjectError(
+                    f"{path}: DCP wrote it, and of {key[:200]} it holds a part only; join such files with "
+                    "torch.distributed.checkpoint's consolidate_safetensors_files first"
+                )
 
     def _add(self, name: str, header: SafetensorsHeader) -> None:
         path = os.path.join(self._directory, name)
@@ -191,3 +195,16 @@ class _Merged:
             values = {name: metadata[key] for name, metadata in given.items() if key in metadata}
             merged[key] = next(iter(values.values())) if len(set(values.values())) == 1 else values
         return merged
+
+
+def _partial_tensor(sharding: str | None) -> str | None:
+    """A tensor of which DCP says that the file does not hold its beginning."""
+    if sharding is None:
+        return None
+    with violations_are_corruption(_SHARDING_KEY):
+        info: Any = parse_json(sharding.encode())
+    for key, fields in info.items() if isinstance(info, dict) else ():
+        offsets = fields.get("saved_offsets") if isinstance(fields, dict) else None
+        if isinstance(offsets, list) and any(offsets):
+            return str(key)
+    return None

@@ -8,8 +8,9 @@ import pickle  # only the class of its errors
 import zipfile
 from typing import Any
 
-from savestream.errors import CorruptCheckpointError, PlanError, UnsafeObjectError, UsageError
+from savestream.errors import CorruptCheckpointError, PlanError, StorageError, UnsafeObjectError, UsageError
 from savestream.interchange.foreign import ForeignFiles, ForeignState, OnUnsupported
+from savestream.interchange.leaving_out import leave_out_unsupported
 
 __all__ = ["read_torch"]
 
@@ -26,21 +27,30 @@ def read_torch(path: str, files: ForeignFiles, on_unsupported: OnUnsupported) ->
     CorruptCheckpointError
         PyTorch cannot read it.
     """
-    del files, on_unsupported
+    del files
     if os.path.isdir(path):
         raise PlanError(
             f"{path}: a directory; torch.save writes files (is it a DCP checkpoint? import_dcp reads those)"
         )
-    torch = _torch()
+    state = _load(_torch(), path)
+    if on_unsupported == "raise":
+        return ForeignState(state)
+    kept, skipped = leave_out_unsupported(state)
+    return ForeignState(kept, None, skipped)
+
+
+def _load(torch: Any, path: str) -> Any:
     try:
-        return ForeignState(torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)))
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
         raise UnsafeObjectError(
             f"{path}: torch.load(weights_only=True) refuses it: {error}. If you trust it, load it with PyTorch, "
             "and save what it holds with savestream.save"
         ) from error
-    except (RuntimeError, EOFError, ValueError, KeyError) as error:
-        raise CorruptCheckpointError(f"{path}: PyTorch cannot read it: {error}") from error
+    except OSError as error:
+        raise StorageError(error.errno, f"{path}: reading it failed: {error.strerror or error}") from error
+    except Exception as error:  # damaged files make PyTorch fail in many ways
+        raise CorruptCheckpointError(f"{path}: PyTorch cannot read it: {type(error).__name__}: {error}") from error
 
 
 def _torch() -> Any:

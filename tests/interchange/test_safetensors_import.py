@@ -275,12 +275,20 @@ def test_an_empty_directory(tmp_path):
 
 
 def test_parts_that_dcp_wrote_are_refused_with_the_cure(tmp_path):
-    sharding = {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [0, 0]}})}
-    names = [f"shard-0000{number}-model-00001-of-00001.safetensors" for number in (1, 2)]
-    (tmp_path / names[0]).write_bytes(tensors({"w": VALUES}, sharding))
-    assert_equal(imported(blocking.import_safetensors, tmp_path, tmp_path), {"w": VALUES})
-    (tmp_path / names[1]).write_bytes(tensors({"w": VALUES}, sharding))
-    with pytest.raises(UnsafeObjectError, match="consolidate_safetensors_files"):
+    def write(number, name, offsets):
+        sharding = json.dumps({name: {"saved_offsets": offsets}})
+        path = tmp_path / f"shard-0000{number}-model-00001-of-00001.safetensors"
+        path.write_bytes(tensors({name: VALUES}, {"DCP_SHARDING_INFO": sharding}))
+
+    write(1, "w", [0, 0])
+    write(2, "v", [0, 0])
+    assert_equal(imported(blocking.import_safetensors, tmp_path, tmp_path), {"w": VALUES, "v": VALUES})
+    write(2, "w", [2, 0])
+    with pytest.raises(UnsafeObjectError, match=r"shard-00002.*of w it holds a part.*consolidate_safetensors_files"):
+        blocking.import_safetensors(tmp_path, tmp_path / "out")
+    (tmp_path / "x.safetensors").write_bytes(tensors({"x": VALUES}, {"DCP_SHARDING_INFO": "{"}))
+    (tmp_path / "shard-00002-model-00001-of-00001.safetensors").unlink()
+    with pytest.raises(CorruptCheckpointError, match=r"x\.safetensors: DCP_SHARDING_INFO"):
         blocking.import_safetensors(tmp_path, tmp_path / "out")
 
 
