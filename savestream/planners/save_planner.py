@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from savestream.arrays import ArrayAdapter, adapter_for, dtype_from_name, is_array, plain_array_types
+from savestream.arrays import ArrayAdapter, adapter_for, array_info, dtype_from_name, is_array, plain_array_types
 from savestream.errors import PlanError
 from savestream.planners.base import SavePlanner
 from savestream.planners.cache import fingerprint
@@ -123,13 +123,16 @@ class DefaultSavePlanner(SavePlanner):
                 flat.split_leaf(position, boxes)
 
     def _flatten_shards(self, flat: FlatState) -> None:
-        for position, leaf in enumerate(flat.leaves):
-            if type(leaf) is ShardedArray and (flattened := flatten_shards(leaf)) is not leaf:
+        for position in list(flat.positions(SHARDED)):
+            leaf, name = flat.leaves[position], flat.names[position]
+            if type(leaf) is not ShardedArray:
+                continue
+            if (flattened := flatten_shards(leaf)) is not leaf:
                 if not self.flatten_sharded_tensors:
-                    raise PlanError(
-                        f"{flat.names[position]}: a ShardedArray of ShardedArrays; pass flatten_sharded_tensors=True"
-                    )
+                    raise PlanError(f"{name}: a ShardedArray of ShardedArrays; pass flatten_sharded_tensors=True")
                 flat.split_leaf(position, flattened)
+            for array in flattened.shards:
+                array_info(array, name)  # refuses one without data
 
     def capture_values(self) -> None:
         """Encode all plain values as they are now, so that later changes do not reach the checkpoint.

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from savestream.arrays import array_info, is_array
+from savestream.arrays import adapter_of, array_info, is_array
 from savestream.errors import PlanError, UnsafeObjectError
 from savestream.planners.metadata import ChunkStorageMetadata, MetadataIndex, Shape
 
@@ -116,7 +116,9 @@ def _shape_of(array: Any) -> Shape:
 
 
 def _dtype_of(array: Any) -> str:
-    return array.dtype if isinstance(array, ShardedArray) else array_info(array, "a shard").dtype
+    if isinstance(array, ShardedArray):
+        return array.dtype
+    return adapter_of(array).target_info(array, "a shard").dtype  # it may be a target without data
 
 
 def is_sharded(value: object) -> bool:
