@@ -14,7 +14,7 @@ BENCH = .venv-bench/bin/python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-rest lint format bench clean check-python
+.PHONY: help demo test test-all test-rest lint format docs bench clean check-python
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ lint: .venv-test/stamp  ## ruff and mypy
 format: .venv-test/stamp  ## sort imports and format the code in place
 	$(TEST) -m ruff check --fix .
 	$(TEST) -m ruff format .
+
+docs: .venv-test-all/stamp  ## write docs/supported-types.md anew, from what the tests try
+	$(TEST_ALL) docs/generate_supported_types.py
 
 bench: .venv-bench/stamp  ## throughput beside other libraries
 	$(BENCH) -m benchmarks

@@ -44,7 +44,6 @@ _AS_UINT8 = (
 _WITHOUT_COPY = frozenset(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8))
 
 _META = "a meta tensor holds no data; materialise it (to_empty()) and initialise it before saving"
-_NESTED = "nested tensors cannot be stored; store their components (unbind())"
 
 
 class _Element(msgspec.Struct, frozen=True):
@@ -75,7 +74,7 @@ def torch_refusal(value: Any) -> str:
     if "Fake" in name or "Functional" in name:
         return "it holds no data, as tensors under tracing do; save the real tensors, outside of the tracing"
     if "Nested" in name:
-        return _NESTED
+        return "store its components (unbind())"
     if "Uninitialized" in name:
         return "a lazy module's parameter has no data before the first forward pass; run one first"
     return (
@@ -205,7 +204,7 @@ class TorchAdapter(ArrayAdapter):
 
     def _problem(self, array: Any, meta: bool) -> str | None:
         if array.is_nested:
-            return _NESTED
+            return "nested tensors cannot be stored; store their components (unbind())"
         if array.layout is not self._torch.strided:
             return f"a tensor of layout {array.layout} cannot be stored; store its indices and values, or to_dense()"
         if array.is_quantized:
