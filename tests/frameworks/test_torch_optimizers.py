@@ -285,6 +285,22 @@ def test_a_gradient_scaler_goes_on() -> None:
     assert blocking.load(place, target)["scaler"]["scale"] == target["scaler"]["scale"] != 65536.0
 
 
+def test_generators_go_on() -> None:
+    generator, order = torch.Generator().manual_seed(5), torch.Generator().manual_seed(6)
+    torch.rand(3, generator=generator)
+    place = fresh_place()
+    blocking.save({"draw": generator, "order": {"generator": order}, "w": torch.ones(2)}, place)
+    expected = [torch.rand(4, generator=generator), torch.randperm(9, generator=order)]
+    loaded = blocking.load(place, framework="torch")
+    own = {"draw": torch.Generator(), "order": {"generator": torch.Generator()}, "w": torch.zeros(2)}
+    held = own["draw"]
+    blocking.load(place, own)
+    assert own["draw"] is held
+    for state in (loaded, own):
+        found = [torch.rand(4, generator=state["draw"]), torch.randperm(9, generator=state["order"]["generator"])]
+        assert_same_state(found, expected)
+
+
 async def test_random_states_as_tensors(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(5)
     torch.rand(3, generator=generator)

@@ -120,6 +120,9 @@ def seeded(seed: int, make: Callable[[], nn.Module]) -> nn.Module:
         return make()
 
 
+torch.set_num_threads(1)  # on a busy machine they wait for each other longer than they compute
+
+
 class Lifetimes:
     """Tells whether tensors, and the memory behind them, are still held by anybody."""
 
