@@ -158,11 +158,8 @@ def test_parameters_that_fsdp_has_freed_are_refused(mesh: Any) -> None:
     place = fresh_place()
     blocking.save(gathered, place)
     expected = copied(gathered)
-    model[0].reshard()
-    freed = [name for name, tensor in gathered.items() if not tensor.untyped_storage().nbytes()]
-    if not freed:  # with one process FSDP may have nothing to free: do as it does with several
-        for tensor in gathered.values():
-            tensor.untyped_storage().resize_(0)
+    model[0].reshard()  # frees the gathered memory, which a save must not have forbidden
+    assert not any(tensor.untyped_storage().nbytes() for tensor in gathered.values())
     for name in gathered:
         with pytest.raises(UnsafeObjectError, match=f"^{name}: the tensor's storage was freed"):
             blocking.save({name: gathered[name]}, fresh_place())
