@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.register_assert_rewrite("leaf_containers", "leaf_layouts", "leaf_targets")
+
 HERE = Path(__file__).parent
 # 'make test' installs neither and deselects these tests by their marker; they could not even be imported there.
 collect_ignore_glob = [] if all(map(importlib.util.find_spec, ("torch", "jax"))) else ["*/test_*.py", "test_*.py"]

@@ -19,7 +19,7 @@ from leaf_targets import MODES, Mode, has_target
 
 __all__ = ["MATRIX", "TURNS", "WAYS_TO_SAVE", "Row", "WayToSave", "pairs_of", "possible_pairs"]
 
-TURNS = 2
+TURNS = 3
 _SEED = 20
 _MODES_OF_A_LEAF_ALONE = 4  # such leaves are checkpoints of their own, which takes longer
 
@@ -35,21 +35,17 @@ WAYS_TO_SAVE = tuple(itertools.starmap(WayToSave, itertools.product(("none", "zs
 
 
 class Row(NamedTuple):
-    """One leaf of the matrix."""
+    """One leaf of the matrix; those of one turn are loaded in the same ways, as far as their dtypes allow."""
 
     number: int
     dtype: LeafDtype
     layout: Layout
     container: Container
     way: WayToSave
+    turn: int
 
     def __str__(self) -> str:
         return f"{self.number}: {self.dtype.framework} {self.dtype.name}, {self.layout.name}, {self.container.name}"
-
-    @property
-    def turn(self) -> int:
-        """Leaves of one turn are loaded in the same ways, as far as their dtypes allow."""
-        return self.number % TURNS
 
     @property
     def modes(self) -> list[Mode]:
@@ -57,7 +53,7 @@ class Row(NamedTuple):
         concerned = _concerning(self.dtype, self.turn)
         if self.container is not ALONE:
             return concerned
-        start = self.number // TURNS * _MODES_OF_A_LEAF_ALONE % len(concerned)
+        start = self.number * _MODES_OF_A_LEAF_ALONE % len(concerned)
         return [*concerned[start:], *concerned[:start]][:_MODES_OF_A_LEAF_ALONE]
 
 
@@ -88,6 +84,12 @@ def _things(dtype: LeafDtype, layout: Layout) -> tuple[Thing, Thing]:
 _LEAVES = [(dtype, layout) for dtype in DTYPES for layout in layouts_of(dtype)]
 
 
+_LEAVES_WITH: dict[Thing, list[tuple[LeafDtype, Layout]]] = {}
+for _leaf in _LEAVES:
+    for _thing_of_leaf in _things(*_leaf):
+        _LEAVES_WITH.setdefault(_thing_of_leaf, []).append(_leaf)
+
+
 def possible_pairs() -> set[Pair]:
     """Every two things that can meet."""
     containers, ways = [_thing(container) for container in CONTAINERS], [_thing(way) for way in WAYS_TO_SAVE]
@@ -105,9 +107,9 @@ def _design() -> Iterator[Row]:
     deal = random.Random(_SEED)
     numbers = itertools.count()
     missing = possible_pairs()
-    others = [container for container in CONTAINERS if container is not ALONE]
     for dtype, layout in _LEAVES:
-        row = Row(next(numbers), dtype, layout, deal.choice(others), deal.choice(WAYS_TO_SAVE))
+        dealt = deal.choice(_OTHERS), deal.choice(WAYS_TO_SAVE), deal.randrange(TURNS)
+        row = Row(next(numbers), dtype, layout, *dealt)
         missing.difference_update(pairs_of(row))
         yield row
     for pair in sorted(missing):
@@ -117,17 +119,18 @@ def _design() -> Iterator[Row]:
             yield row
 
 
-def _holding(pair: Pair, deal: random.Random) -> tuple[LeafDtype, Layout, Container, WayToSave]:
+_OTHERS = [container for container in CONTAINERS if container is not ALONE]
+
+
+def _holding(pair: Pair, deal: random.Random) -> tuple[LeafDtype, Layout, Container, WayToSave, int]:
     """A leaf in which two things may meet; the rest is left to chance."""
-    kinds = {kind for kind, _ in pair}
-    leaves = [leaf for leaf in _LEAVES if set(_things(*leaf)).issuperset(_of_leaf(pair))]
-    containers = [container for container in CONTAINERS if "Container" not in kinds or _thing(container) in pair]
-    ways = [way for way in WAYS_TO_SAVE if "WayToSave" not in kinds or _thing(way) in pair]
-    return *deal.choice(leaves), deal.choice(containers), deal.choice(ways)
-
-
-def _of_leaf(pair: Pair) -> set[Thing]:
-    return {thing for thing in pair if thing[0] in ("LeafDtype", "Layout")}
+    leaves, containers, ways, turns = _LEAVES, _OTHERS, list(WAYS_TO_SAVE), list(range(TURNS))
+    for thing in pair:
+        leaves = _LEAVES_WITH.get(thing, leaves)  # no pair is of two things of leaves: these have met
+        containers = [container for container in CONTAINERS if thing == _thing(container)] or containers
+        ways = [way for way in WAYS_TO_SAVE if thing == _thing(way)] or ways
+        turns = [position % TURNS for position, mode in enumerate(MODES) if thing == _thing(mode)] or turns
+    return *deal.choice(leaves), deal.choice(containers), deal.choice(ways), deal.choice(turns)
 
 
 MATRIX: tuple[Row, ...] = tuple(_design())
