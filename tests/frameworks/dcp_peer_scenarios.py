@@ -63,7 +63,6 @@ def distributed_tensors_from_every_layout_to_every_other(ranks: Ranks) -> None:
         "columns": (line, (Shard(1),)),
         "replicated": (line, (Replicate(),)),
         "blocks": (grid, (Shard(0), Shard(1))),
-        "rows, replicated": (grid, (Shard(0), Replicate())),
         "replicated, columns": (grid, (Replicate(), Shard(1))),
     }
     tensors = _grid_tensors()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from savestream.integrations.torch import StorageReader, StorageWriter
+from savestream.pipeline.engine import current_engine
 
 __all__ = [
     "DTYPES",
@@ -21,6 +23,7 @@ __all__ = [
     "load",
     "quiet",
     "save",
+    "settle",
     "varied_state",
     "with_bits",
     "zeroed",
@@ -144,3 +147,18 @@ def assert_same_state(found: Any, expected: Any, path: str = "state") -> None:
 def files_beneath(place: str | Path) -> set[str]:
     """Every file, relative to the place."""
     return {str(path.relative_to(place)) for path in Path(place).rglob("*") if path.is_file()}
+
+
+def settle() -> None:
+    """Let the garbage collector give up failed saves, and wait until the engine has removed what they left."""
+
+    async def nothing() -> None:
+        return
+
+    engine = current_engine()
+    for _ in range(3):  # the engine's thread lets go of an ended operation some turns after it has told its result
+        engine.submit(nothing, "settling").future.result(timeout=30)
+    gc.collect()
+    engine.submit(nothing, "settling").future.result(timeout=30)
+    for future in list(engine._operations):
+        future.exception(timeout=30)

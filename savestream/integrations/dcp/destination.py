@@ -23,18 +23,15 @@ class Destination:
 
     def __init__(self, place: Place | None) -> None:
         self._given = _absolute(place)
-        if self._given is not None:
-            resolve_location(self._given)  # refuses what is none, at once
         self._shared = self._given
         self._own = threading.local()
 
     def reset(self, checkpoint_id: str | os.PathLike[str]) -> None:
         """Use another place; a path beneath the same backend where ``(backend, path)`` had been given."""
-        place = _absolute(checkpoint_id)
+        place: Place = checkpoint_id
         if isinstance(self._given, tuple) and "://" not in os.fsdecode(checkpoint_id):
             place = (self._given[0], os.fsdecode(checkpoint_id))
-        Destination(place)  # refuses what is none
-        self._own.place = self._shared = place
+        self._own.place = self._shared = _absolute(place)
 
     @property
     def place(self) -> Place | None:
@@ -44,9 +41,11 @@ class Destination:
 
     @property
     def text(self) -> str | None:
-        """The place as text, for torch's log and metadata."""
+        """The place as text, for torch's log and metadata: a path, or a URL without credentials."""
         place = self.place
-        return place if place is None or isinstance(place, str) else resolve_location(place).url
+        if place is None or (isinstance(place, str) and "://" not in place):
+            return place
+        return resolve_location(place).url
 
     def locate(self) -> Location:
         """The backend and path."""
@@ -71,8 +70,14 @@ class Destination:
 
 
 def _absolute(place: Place | None) -> Place | None:
-    """A path made absolute at once: the process may change its directory, and another one may have its own."""
-    if place is None or isinstance(place, tuple):
+    """A path made absolute at once: the process may change its directory, and another one may have its own.
+
+    Refuses what is no place.
+    """
+    if place is None:
+        return None
+    resolve_location(place)
+    if isinstance(place, tuple):
         return place
     text = os.fsdecode(place)
     return text if "://" in text else str(pathlib.Path(text).absolute())
