@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
@@ -131,6 +131,11 @@ class ArrayAdapter(abc.ABC):
     def is_filled_in_place(self, array: Any) -> bool:
         """Whether a load changes the target itself, so that no other target may share its memory."""
         return self.own_memory(array) is not None
+
+    def identity(self, array: Any) -> Hashable | None:
+        """Equal for targets that have no memory yet and are to share what they get, as tied weights do; else None."""
+        del array
+        return None
 
     def local_array(self, array: Any) -> Any:
         """The array whose memory a load changes: the target itself, or what this process holds of it."""

@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
@@ -222,6 +222,10 @@ class DTensorAdapter(ArrayAdapter):
     def is_filled_in_place(self, array: Any) -> bool:
         return self._inner.is_filled_in_place(self._local(array))
 
+    def identity(self, array: Any) -> Hashable | None:
+        local = self._inner.identity(self._local(array))
+        return None if local is None else (local, array.device_mesh, tuple(array.placements))
+
     def target_boxes(self, array: Any, key: str) -> Sequence[Box] | None:
         boxes = self._boxes(array, key)
         return None if boxes is None else [(box.offsets, box.sizes) for box in boxes]
@@ -248,9 +252,12 @@ class DTensorAdapter(ArrayAdapter):
 
     def _materialised(self, array: Any, parts: Sequence[tuple[Shape, HostArray]]) -> Any:
         """A DTensor with memory in the place of one on the meta device."""
-        torch = self._torch
-        local = torch.empty(self._local(array).shape, dtype=array.dtype, device="cpu")
-        self._fill(array, local, parts)
+        torch, local = self._torch, self._local(array)
+        if len(parts) == 1:  # the box is all of the local tensor
+            local = self._tensor(parts[0][1], local)
+        else:
+            local = torch.empty(local.shape, dtype=array.dtype, device="cpu")
+            self._fill(array, local, parts)
         made = type(array).from_local(
             local, array.device_mesh, array.placements, run_check=False, shape=array.shape, stride=array.stride()
         )

@@ -11,7 +11,7 @@ import itertools
 import math
 import operator
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -325,6 +325,12 @@ class TorchAdapter(ArrayAdapter):
 
     def is_filled_in_place(self, array: Any) -> bool:
         return bool(array.device.type != "meta")
+
+    def identity(self, array: Any) -> Hashable | None:
+        if array.device.type != "meta" or not array.numel():
+            return None
+        storage = array.untyped_storage()._cdata
+        return storage, array.storage_offset(), tuple(array.shape), array.stride(), array.dtype
 
     def changed(self, arrays: Sequence[Any]) -> None:
         tracked = [array for array in arrays if not array.is_inference()]  # inference tensors have no version

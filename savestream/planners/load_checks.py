@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -80,6 +80,7 @@ class TargetChecker:
         self.memories: dict[str, HostArray] = {}
         self.open_targets: dict[str, OpenTarget | OpenShards] = {}
         self._arrays: list[TargetArray] = []
+        self._identities: dict[Hashable, str] = {}
         self._names: dict[np.dtype[Any], str] = {}
         self._whole: dict[Shape, list[ChunkStorageMetadata]] = {}
 
@@ -156,13 +157,25 @@ class TargetChecker:
         chunks = None
         if boxes is not None:
             chunks = self.boxes[name] = [ChunkStorageMetadata(offsets, sizes) for offsets, sizes in boxes]
-        self.open_targets[name] = OpenTarget(adapter, leaf, info.dtype, info.shape, chunks)
+        target = self.open_targets[name] = OpenTarget(adapter, leaf, info.dtype, info.shape, chunks)
         if not adapter.is_filled_in_place(leaf):
+            self._tie_replaced(name, target)
             return
         if chunks is None:
             self._arrays.append(TargetArray(name, (), leaf, info, address))
         elif chunks:  # its memory is that of the boxes only
             self._arrays.append(TargetArray(name, chunks[0].offsets, adapter.local_array(leaf)))
+
+    def _tie_replaced(self, name: str, target: OpenTarget) -> None:
+        """Give targets that were tied without memory one memory, where the checkpoint has them tied too."""
+        identity = target.adapter.identity(target.leaf)
+        first = name if identity is None else self._identities.setdefault(identity, name)
+        if first == name or not same_storage(first, name, self._entries, self._request.metadata.storage_data):
+            return
+        earlier = self.open_targets[first]
+        if isinstance(earlier, OpenTarget):
+            target.same = earlier
+            self.repeated |= {(name, box.offsets) for box in self.boxes[name]}
 
     def _check_shards(self, name: str, leaf: Any, entry: TensorStorageMetadata) -> None:
         shape, boxes = shard_chunks(leaf, name)

@@ -31,10 +31,15 @@ class OpenTarget(msgspec.Struct):
     shape: Shape
     boxes: Sequence[ChunkStorageMetadata] | None
     repeated: bool = False  # its memory is filled through another leaf
+    same: OpenTarget | None = None  # one that was opened before, and whose buffers it shares
     _parts: list[tuple[Shape, HostArray]] = []
+    _made: Any = None
 
     def open(self, allocate: Allocate) -> Any:
         """What to fill: an array, or the boxes of one."""
+        if self.same is not None:
+            self._parts = self.same._parts
+            return self._parts[0][1] if self.boxes is None else _buffers(self.shape, self._parts, self.dtype)
         if self.boxes is not None:
             self._parts = [(box.offsets, allocate(self.dtype, box.sizes)) for box in self.boxes]
             return _buffers(self.shape, self._parts, self.dtype)
@@ -45,7 +50,12 @@ class OpenTarget(msgspec.Struct):
     def close(self) -> Any:
         """The leaf that belongs in the target, now that everything is read."""
         parts, self._parts = self._parts, []
-        return self.leaf if self.repeated else self.adapter.filled(self.leaf, parts)
+        if self.repeated:
+            return self.leaf
+        if self.same is not None and self.same.leaf is self.leaf:
+            return self.same._made
+        self._made = self.adapter.filled(self.leaf, parts)
+        return self._made
 
     def mark_repeated(self, offsets: Shape) -> None:
         """Note that what would be filled is filled through another leaf already."""

@@ -150,6 +150,18 @@ def test_a_sharded_model_without_memory(mesh: Any) -> None:
     assert_same_state(plain(target), dict(source.state_dict()))
 
 
+def test_tied_distributed_tensors_without_memory(mesh: Any) -> None:
+    weight = torch.randn(4, 3)
+    place = fresh_place()
+    blocking.save({"a": weight, "b": weight, "c": weight}, place)
+    own = distribute_tensor(torch.zeros(4, 3), mesh, [Shard(0)]).to("meta")
+    target = {"a": own, "b": own, "c": own.detach()}
+    blocking.load(place, target)
+    assert target["a"] is target["b"]
+    assert target["a"].to_local().data_ptr() == target["c"].to_local().data_ptr()
+    assert_same_state(plain(target), {"a": weight, "b": weight, "c": weight})
+
+
 def test_parameters_that_fsdp_has_freed_are_refused(mesh: Any) -> None:
     model = sharded_network(1, mesh)
     model[0].unshard()

@@ -113,16 +113,73 @@ def test_views_and_transposes_of_meta_tensors() -> None:
     assert all(tensor.is_contiguous() for tensor in target.values())
 
 
-def test_tied_leaves_come_back_equal() -> None:
+def meta(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, device="meta")
+
+
+def test_a_tied_model_gets_its_weight_once() -> None:
     trained, model = TiedModel(1), on_meta(TiedModel)
     assert model.head.weight is model.embedding.weight
     place = fresh_place()
     blocking.save(trained.state_dict(), place)
-    model.load_state_dict(blocking.load(place, model.state_dict()), assign=True)
+    target = model.state_dict()
+    blocking.load(place, target)
+    assert target["head.weight"].data_ptr() == target["embedding.weight"].data_ptr()
+    model.load_state_dict(target, assign=True)
     assert_same_state(model.state_dict(), trained.state_dict())
-    model.head.weight = model.embedding.weight  # as after any load with assign=True
+    model.head.weight = model.embedding.weight  # torch makes two parameters of them, over the same memory
     tokens = torch.tensor([1, 2, 3])
     assert bits(model(tokens)) == bits(trained(tokens))
+
+
+def test_one_parameter_under_two_names_stays_one() -> None:
+    trained, model = TiedModel(1), on_meta(TiedModel)
+    place = fresh_place()
+    blocking.save(trained.state_dict(), place)
+    target = dict(model.named_parameters(remove_duplicate=False))
+    blocking.load(place, target)
+    assert type(target["head.weight"]) is nn.Parameter
+    assert target["head.weight"] is target["embedding.weight"]
+    model.load_state_dict(target, assign=True)
+    assert model.head.weight is model.embedding.weight
+    assert_same_state(model.state_dict(), trained.state_dict())
+
+
+def test_ties_of_meta_tensors_follow_target_and_checkpoint() -> None:
+    weight = torch.randn(3, 4)
+    tied, apart = fresh_place(), fresh_place()
+    blocking.save({"a": weight, "b": [weight, weight], "c": weight}, tied)
+    blocking.save({"a": weight, "b": [weight + 1, weight + 2], "c": weight + 3}, apart)
+    for place, shared in ((tied, True), (apart, False)):
+        base = meta(3, 4)
+        target = {"a": base, "b": [nn.Parameter(base), base.detach()], "c": meta(3, 4)}
+        blocking.load(place, target)
+        assert_same_state(target, blocking.load(place, framework="torch"))
+        own = [target["a"], *target["b"], target["c"]]
+        assert [tensor.data_ptr() == own[0].data_ptr() for tensor in own] == [True, shared, shared, False]
+        assert type(target["b"][0]) is nn.Parameter
+    base = meta(24)
+    target = {
+        "a": base[:12].view(3, 4),
+        "b": [base[12:].view(3, 4), base[:12].view(4, 3).t()],
+        "c": base[:12].view(3, 4),
+    }
+    with pytest.raises(LoadMismatchError, match=r"b\[1\] \(checkpoint \(3, 4\)"):
+        blocking.load(tied, {**target, "b": [target["b"][0], meta(4, 3)]})
+    blocking.load(tied, target)
+    own = [target["a"], *target["b"], target["c"]]
+    assert [tensor.data_ptr() == own[0].data_ptr() for tensor in own] == [True, False, False, True]
+    assert_same_state(target, blocking.load(tied, framework="torch"))
+
+
+def test_a_cast_of_tied_meta_tensors() -> None:
+    place, weight = fresh_place(), torch.randn(5)
+    blocking.save({"a": weight, "b": weight}, place)
+    base = torch.empty(5, dtype=torch.bfloat16, device="meta")
+    target = {"a": base, "b": base}
+    blocking.load(place, target, cast=True)
+    assert target["a"] is target["b"]
+    assert bits(target["a"]) == bits(weight.bfloat16())
 
 
 def test_a_cast_for_a_meta_target() -> None:
