@@ -1,8 +1,8 @@
 """JAX's arrays as leaves. JAX is the caller's: this module never imports it.
 
-As long as anything views a buffer, JAX copies it where it could donate it: no view outlives the call that needs it. An
-array that has to be copied to be seen by numpy keeps that copy, so it is a passing array over the same buffer that is
-asked for it, not the caller's.
+As long as anything views a buffer, JAX copies it where it could donate it: no view outlives the call that needs it. The
+caller's array itself is never shown to numpy, but another one over the same buffer. An array that has to be copied for
+numpy would keep that copy; and JAX ends the process where one is deleted while numpy looks at the very same object.
 """
 
 from __future__ import annotations
@@ -193,11 +193,11 @@ class JaxAdapter(ArrayAdapter):
 
     def _viewed(self, array: Any) -> HostArray:
         with self._explaining(array):
+            handle = array.addressable_data(0)
             if self._is_shown(array) and not self._keeps_views:
-                return np.asarray(array)
+                return np.asarray(handle)
             with self._jax.transfer_guard("allow"):
-                held = array.addressable_data(0)
-                return np.asarray(self._jax.device_put(held, held.sharding))  # a passing array over the same buffer
+                return np.asarray(self._jax.device_put(handle, handle.sharding))  # which does not outlive this line
 
     @contextlib.contextmanager
     def _explaining(self, array: Any) -> Iterator[None]:
@@ -226,11 +226,8 @@ class JaxAdapter(ArrayAdapter):
         partial = isinstance(array.dtype, np.dtype) and stop - start < array.size
         if partial and array.size <= _LARGEST_INDEX and not self._is_shown(array):
             with self._explaining(array), self._unguarded(), self._keeping_bits(array.dtype):
-                array, start, stop = (
-                    self._cut(array, start, stop - start),
-                    0,
-                    stop - start,
-                )  # only this leaves the device
+                part = self._cut(array.addressable_data(0), start, stop - start)  # only this leaves the device
+            array, start, stop = part, 0, stop - start
         super().copy_elements(array, start, stop, target)
 
     @contextlib.contextmanager

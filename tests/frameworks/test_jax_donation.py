@@ -150,6 +150,29 @@ def test_looking_at_an_array_leaves_no_copy_in_it(
     assert [owner.shape for owner in arrays if getattr(owner, "_npy_value", None) is not None] == []
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_callers_own_array_is_never_shown_to_numpy(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # JAX ends the process when an array is deleted in one thread while numpy looks at the same array in another.
+    adapter, array = framework_adapter("jax"), leaf(kind, 0)
+    parts = [part for _, part in adapter.split(array, "w") or [((0, 0), array)]]
+    own = [array, *parts, *(shard.data for shard in array.addressable_shards)]
+    own += [jax.random.key_data(key) for key in own] if kind == "keys" else []
+    shown: list[Any] = []
+    show = np.asarray
+
+    def spy(value: Any, **options: Any) -> np.ndarray:
+        shown.append(value)
+        return show(value, **options)
+
+    monkeypatch.setattr(np, "asarray", spy)
+    for part in parts:
+        adapter.host_view(part)
+        adapter.join([part])
+        adapter.copy_elements(part, 0, part.size, np.empty(part.size, adapter.host_view(part).dtype))
+    assert len(shown) >= 3
+    assert not {id(value) for value in shown} & {id(value) for value in own}
+
+
 async def test_results_that_are_still_being_computed(tmp_path: Path) -> None:
     work = jax.jit(lambda array: jax.lax.fori_loop(0, 30, lambda _, value: value @ value * 1e-2, array))
     start = placed(np.full((300, 300), 0.1, np.float32))
