@@ -70,6 +70,7 @@ class OpenCheckpoint:
             [[0], np.cumsum(np.repeat(root.plan.tensors.ndim, root.plan.tensors.n_chunks), dtype=np.int64)]
         )
         self._chunks = root.plan.chunks
+        self._by_offset: dict[str, dict[tuple[int, ...], int]] = {}
         self._tensor_numbers = {name: number for number, name in enumerate(root.plan.tensor_names)}
         self._columns = (
             self._chunks.part.tolist(),
@@ -104,13 +105,25 @@ class OpenCheckpoint:
         dimensions = self._columns[4]
         return tuple(self._columns[3][dimensions[chunk] : dimensions[chunk + 1]])
 
+    def _chunk_at(self, name: str, offset: tuple[int, ...]) -> int:
+        """The chunk of a tensor that begins at ``offset``: the one that is not empty, where there are several."""
+        numbers = self._by_offset.get(name)
+        if numbers is None:
+            numbers = self._by_offset[name] = {}
+            for number in self.chunk_numbers(name):
+                if prod(self.chunk_sizes(number)):
+                    numbers[self.chunk_offsets(number)] = number
+                else:
+                    numbers.setdefault(self.chunk_offsets(number), number)
+        return numbers[offset]
+
     def chunk_location(self, name: str, offset: tuple[int, ...] | None) -> ChunkLocation:
-        """Where the chunk of ``name`` that starts at ``offset`` lies."""
+        """Where the chunk of ``name`` that starts at ``offset`` lies; a KeyError where none does."""
         parts, raw_offsets, _, sizes, dimensions, starts, dtypes = self._columns
         tensor = self._tensor_numbers[name]
         chunk = starts[tensor]
         if offset is not None and starts[tensor + 1] - chunk > 1:
-            chunk = next(number for number in self.chunk_numbers(name) if self.chunk_offsets(number) == offset)
+            chunk = self._chunk_at(name, offset)
         shape = tuple(sizes[dimensions[chunk] : dimensions[chunk + 1]])
         dtype = self.root.plan.dtypes[dtypes[tensor]]
         return ChunkLocation(parts[chunk], raw_offsets[chunk], shape, dtype, prod(shape) * dtype_itemsize(dtype))

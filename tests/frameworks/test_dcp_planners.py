@@ -295,6 +295,7 @@ def test_a_wrong_target_is_refused_by_name(tmp_path: Path) -> None:
     [
         (MetadataIndex("b", (0,)), "b: the plan asks for a tensor that .* does not hold"),
         (MetadataIndex("v"), "v: the plan asks for a tensor"),
+        (MetadataIndex("a", (1,)), "a: the plan asks for a chunk at .1,., where"),
     ],
 )
 def test_a_plan_for_what_is_not_there_is_refused(tmp_path: Path, index: Any, message: str) -> None:

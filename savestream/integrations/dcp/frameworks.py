@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -14,11 +15,13 @@ __all__ = ["checkpoint_module", "run_on_engine", "torch_module"]
 Result = TypeVar("Result")
 
 
+@functools.cache
 def torch_module() -> Any:
     """``torch``."""
     return importlib.import_module("torch")
 
 
+@functools.cache
 def checkpoint_module(name: str = "") -> Any:
     """``torch.distributed.checkpoint``, or a module of it."""
     return importlib.import_module("torch.distributed.checkpoint" + (f".{name}" if name else ""))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from savestream.errors import CoordinationError, PlanError
 from savestream.integrations.dcp.destination import Destination
 from savestream.integrations.dcp.frameworks import checkpoint_module, run_on_engine, torch_module
 from savestream.integrations.dcp.joining import JoinsTorch
-from savestream.integrations.dcp.reading import ReadableCheckpoint, open_readable
+from savestream.integrations.dcp.reading import ReadableCheckpoint, StoredValue, open_readable
 from savestream.integrations.dcp.targets import Target, batches, check_dtypes, rounds
 from savestream.pipeline.arguments import check_flag, check_kind
 from savestream.pipeline.commit import new_save_id
@@ -21,6 +22,8 @@ from savestream.pipeline.rank_reads import read_boxes
 from savestream.storage_backends import Place
 
 __all__ = ["StorageReader"]
+
+_VALUE_BYTES = 64 * 1024 * 1024
 
 
 class StorageReader(JoinsTorch):
@@ -131,9 +134,7 @@ class StorageReader(JoinsTorch):
     def _read(self, plan: Any, planner: Any) -> None:
         readable = self._opened
         tensor_type = checkpoint_module("planner").LoadItemType.TENSOR
-        for item in plan.items:
-            if item.type is not tensor_type:
-                self._load_value(item, planner, readable)
+        self._load_values([item for item in plan.items if item.type is not tensor_type], planner, readable)
         tensors = [item for item in plan.items if item.type is tensor_type]
         for batch in batches(tensors, planner, readable):
             if not self._cast:
@@ -141,9 +142,15 @@ class StorageReader(JoinsTorch):
             for targets in rounds(batch):
                 self._fill(targets, planner, readable)
 
-    def _load_value(self, item: Any, planner: Any, readable: ReadableCheckpoint) -> None:
-        value = run_on_engine(lambda: readable.read_value(item.storage_index.fqn), "reading a value")
-        planner.load_bytes(item, value)
+    def _load_values(self, items: Sequence[Any], planner: Any, readable: ReadableCheckpoint) -> None:
+        for batch in _value_batches(items, readable):
+            reads = [read for _, value in batch for read in value.reads]
+            if reads:
+                run_on_engine(
+                    functools.partial(read_boxes, readable.checkpoint, reads, self._options), "reading values"
+                )
+            for item, value in batch:
+                planner.load_bytes(item, readable.stream(value))
 
     def _fill(self, targets: Sequence[Target], planner: Any, readable: ReadableCheckpoint) -> None:
         reads = [target.read() for target in targets]
@@ -151,3 +158,18 @@ class StorageReader(JoinsTorch):
         for target in targets:
             target.complete()
             planner.commit_tensor(target.item, target.tensor)
+
+
+def _value_batches(items: Sequence[Any], readable: ReadableCheckpoint) -> Iterator[list[tuple[Any, StoredValue]]]:
+    """Items with their values, as many at once as hold some 64 MiB: many small ones lie in one frame."""
+    batch: list[tuple[Any, StoredValue]] = []
+    held_bytes = 0
+    for item in items:
+        value = readable.stored_value(item.storage_index.fqn)
+        batch.append((item, value))
+        held_bytes += value.nbytes
+        if held_bytes > _VALUE_BYTES:
+            yield batch
+            batch, held_bytes = [], 0
+    if batch:
+        yield batch

@@ -3,45 +3,64 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from savestream.arrays import HostArray, dtype_from_name, framework_adapter
 from savestream.errors import PlanError, UnsafeObjectError
-from savestream.integrations.dcp.extras import Extras, decode_extras
+from savestream.integrations.dcp.extras import decode_extras
 from savestream.integrations.dcp.frameworks import checkpoint_module, torch_module
-from savestream.integrations.dcp.leaves import Leaf, Leaves, find_leaves
+from savestream.integrations.dcp.leaves import Leaf, find_leaves
 from savestream.pipeline.buffers import allocate_array
 from savestream.pipeline.open_checkpoint import ChunkLocation, OpenCheckpoint, metadata_of
 from savestream.pipeline.options import LoadOptions
 from savestream.pipeline.plan_section import KIND_JSON, KIND_PICKLE
 from savestream.pipeline.rank_reads import BoxRead, read_boxes
-from savestream.planners.metadata import Metadata, TensorStorageMetadata
+from savestream.planners.metadata import BytesStorageMetadata, TensorStorageMetadata
 from savestream.planners.value_decoding import unpickle_object
 from savestream.planners.values import decode_value, decode_value_bytes
+from savestream.threads import run_in_worker
 
-__all__ = ["ReadableCheckpoint", "open_readable"]
+__all__ = ["ReadableCheckpoint", "StoredValue", "open_readable"]
+
+
+class StoredValue(msgspec.Struct, frozen=True):
+    """A value that is no tensor for torch, and the reads that fill ``array``; without those it is here already."""
+
+    leaf: Leaf
+    array: HostArray | None
+    reads: list[BoxRead]
+
+    @property
+    def nbytes(self) -> int:
+        return self.array.nbytes if self.array is not None else 0
 
 
 class ReadableCheckpoint:
-    """Names of DCP's, and where their content is."""
+    """Names of DCP's, and where their content is.
 
-    def __init__(
-        self,
-        checkpoint: OpenCheckpoint,
-        metadata: Metadata,
-        leaves: Leaves,
-        extras: Extras | None,
-        options: LoadOptions,
-    ) -> None:
+    Parameters
+    ----------
+    large_values
+        Values that are stored beside the manifest, as JSON text, by savestream's name.
+    """
+
+    def __init__(self, checkpoint: OpenCheckpoint, large_values: Mapping[str, bytes], options: LoadOptions) -> None:
         self.checkpoint = checkpoint
-        self.save_id = checkpoint.root.checkpoint_id
-        self._entries = metadata.state_dict_metadata
-        self._leaves = leaves
-        self._by_name = {leaf.fqn: leaf for leaf in leaves.leaves}
-        self._extras = extras
+        root = checkpoint.root
+        self.save_id = root.checkpoint_id
         self._options = options
+        self._entries = metadata_of(checkpoint).state_dict_metadata
+        self._extras = decode_extras(root.user, checkpoint.place)
+        inline = zip(root.plan.value_names, root.values, strict=True)
+        values = {name: _decoding(node, name, options) for name, node in [*inline, *large_values.items()]}
+        self._leaves = find_leaves(checkpoint, values, self._extras)
+        self._by_name = {leaf.fqn: leaf for leaf in self._leaves.leaves}
+        kinds = zip(root.plan.tensor_names, root.plan.tensors.kind.tolist(), strict=True)
+        self._pickles = {name for name, kind in kinds if kind == KIND_PICKLE}
         self._dtypes: dict[str, Any] = {}
 
     def torch_metadata(self) -> Any:
@@ -81,76 +100,86 @@ class ReadableCheckpoint:
         leaf = self._by_name.get(index.fqn)
         if leaf is None or leaf.source != "tensor":
             raise PlanError(f"{index.fqn}: the plan asks for a tensor that {self.checkpoint.place} does not hold")
-        try:
-            return self.checkpoint.chunk_location(leaf.name, None if index.offset is None else tuple(index.offset))
-        except StopIteration:
-            raise PlanError(
-                f"{index.fqn}: the plan asks for a chunk at {tuple(index.offset)}, which {self.checkpoint.place} lacks"
-            ) from None
+        entry = self._entries[leaf.name]
+        offset = None if index.offset is None else tuple(index.offset)
+        chunks = entry.chunks if isinstance(entry, TensorStorageMetadata) else ()
+        is_there = len(chunks) != 1 or offset in (None, chunks[0].offsets)
+        found = self._locate(leaf.name, offset) if is_there else None
+        if found is None:
+            place = self.checkpoint.place
+            raise PlanError(f"{index.fqn}: the plan asks for a chunk at {offset}, where {place} has none")
+        return found
 
-    async def read_value(self, fqn: str) -> io.BytesIO:
-        """What a planner's ``load_bytes`` takes: the bytes that a planner produced, or torch's form of a value."""
+    def _locate(self, name: str, offset: tuple[int, ...] | None) -> ChunkLocation | None:
+        try:
+            return self.checkpoint.chunk_location(name, offset)
+        except KeyError:
+            return None
+
+    def stored_value(self, fqn: str) -> StoredValue:
+        """What has to be read before :meth:`stream` can give a value that is no tensor for torch."""
         leaf = self._by_name.get(fqn)
         if leaf is None:
             raise PlanError(f"{fqn}: the plan asks for a value that {self.checkpoint.place} does not hold")
-        value = leaf.value if leaf.source == "value" else await self._read_stored(leaf)
+        if leaf.source == "value":
+            return StoredValue(leaf, None, [])
+        array, reads = _whole(self.checkpoint, self._entries[leaf.name], leaf.name)
+        return StoredValue(leaf, array, reads)
+
+    def stream(self, stored: StoredValue) -> io.BytesIO:
+        """What a planner's ``load_bytes`` takes: the bytes that a planner produced, or torch's form of a value."""
+        value = self._value(stored)
         if isinstance(value, UnsafeObjectError):
             raise value
         if self._extras is not None and isinstance(value, bytes):
-            return io.BytesIO(value)  # as the planner made them; read_value of torch's is the planner's business
+            return io.BytesIO(value)  # as the planner made them
         stream = io.BytesIO()
         torch_module().save(value, stream)
         stream.seek(0)
         return stream
 
-    async def _read_stored(self, leaf: Leaf) -> Any:
-        """A stored item that is no tensor for torch: bytes, a pickled object, or an array of a dtype that it lacks."""
-        plan = self.checkpoint.root.plan
-        kind = plan.tensors.kind[plan.tensor_names.index(leaf.name)]
+    def _value(self, stored: StoredValue) -> Any:
+        leaf, array = stored.leaf, stored.array
+        if array is None:
+            return leaf.value
         if leaf.source == "tensor":
-            return await self._read_array(leaf.name)
-        data = (await self._read_array(leaf.name)).tobytes()
-        if kind == KIND_PICKLE:
-            return unpickle_object(data, allow_pickle=self._options.allow_pickle, key=leaf.fqn)
-        return data
-
-    async def _read_array(self, name: str) -> HostArray:
-        return await _read_whole(self.checkpoint, self._entries[name], name, self._options)
+            return array  # of a dtype that torch lacks
+        if leaf.name in self._pickles:
+            allowed = self._options.allow_pickle
+            return unpickle_object(array.tobytes(), allow_pickle=allowed, key=leaf.fqn)
+        return array.tobytes()
 
 
-async def _read_whole(checkpoint: OpenCheckpoint, entry: object, name: str, options: LoadOptions) -> HostArray:
+def _whole(
+    checkpoint: OpenCheckpoint, entry: TensorStorageMetadata | BytesStorageMetadata, name: str
+) -> tuple[HostArray, list[BoxRead]]:
+    """An array for all of a stored tensor, or of an item of bytes, and the reads that fill it."""
     if isinstance(entry, TensorStorageMetadata):
-        array = allocate_array(dtype_from_name(entry.properties.dtype), entry.size)
+        dtype, shape = entry.properties.dtype, entry.size
         boxes = [(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
     else:
-        size = checkpoint.chunk_location(name, None).sizes
-        array = allocate_array(np.dtype(np.uint8), size)
-        boxes = [((0,), size)]
+        dtype, shape = "uint8", checkpoint.chunk_location(name, None).sizes
+        boxes = [((0,), shape)]
+    array = allocate_array(dtype_from_name(dtype), shape)
     reads = []
     for offsets, sizes in boxes:
         part = array[tuple([slice(first, first + size) for first, size in zip(offsets, sizes, strict=True)])]
-        chunk = checkpoint.chunk_location(name, offsets)
-        reads.append(BoxRead(name, chunk, (0,) * len(sizes), sizes, part))
-    await read_boxes(checkpoint, reads, options)
-    return array
+        reads.append(BoxRead(name, checkpoint.chunk_location(name, offsets), (0,) * len(sizes), sizes, part))
+    return array, reads
 
 
 async def open_readable(checkpoint: OpenCheckpoint, options: LoadOptions) -> ReadableCheckpoint:
     """Find out what an opened checkpoint holds for torch; reads its plain values, and no arrays."""
-    metadata = metadata_of(checkpoint)
-    extras = decode_extras(checkpoint.root.user, checkpoint.place)
-    values = _decoded(checkpoint, options)
     plan = checkpoint.root.plan
-    for name, kind in zip(plan.tensor_names, plan.tensors.kind.tolist(), strict=True):
-        if kind == KIND_JSON:
-            array = await _read_whole(checkpoint, None, name, options)
-            values[name] = _decoding(array.tobytes(), name, options)
-    return ReadableCheckpoint(checkpoint, metadata, find_leaves(checkpoint, values, extras), extras, options)
-
-
-def _decoded(checkpoint: OpenCheckpoint, options: LoadOptions) -> dict[str, Any]:
-    names = checkpoint.root.plan.value_names
-    return {name: _decoding(node, name, options) for name, node in zip(names, checkpoint.root.values, strict=True)}
+    large = [
+        name for name, kind in zip(plan.tensor_names, plan.tensors.kind.tolist(), strict=True) if kind == KIND_JSON
+    ]
+    found = {name: _whole(checkpoint, BytesStorageMetadata(), name) for name in large}
+    if large:
+        await read_boxes(checkpoint, [read for _, reads in found.values() for read in reads], options)
+    return await run_in_worker(
+        ReadableCheckpoint, checkpoint, {name: array.tobytes() for name, (array, _) in found.items()}, options
+    )
 
 
 def _decoding(node: object, name: str, options: LoadOptions) -> Any:
