@@ -35,7 +35,7 @@ def opened(chunks: list[tuple[int, int]]) -> OpenCheckpoint:
     return OpenCheckpoint(Location(MemoryBackend("lookup"), ""), root)
 
 
-@pytest.mark.parametrize("chunks", itertools.permutations([(0, 2), (2, 4), (2, 0), (0, 0), (6, 0)]))
+@pytest.mark.parametrize("chunks", list(itertools.permutations([(0, 2), (2, 4), (2, 0), (0, 0), (6, 0)])))
 def test_an_empty_chunk_does_not_hide_the_one_that_begins_where_it_does(chunks: list[tuple[int, int]]) -> None:
     checkpoint = opened(chunks)
     found = {offset: checkpoint.chunk_location("w", (offset,)) for offset in (0, 2, 6)}
