@@ -4,6 +4,7 @@
 PYTHON ?= python3
 TORCH_PIN ?= torch==2.13.0
 JAX_PIN ?= jax==0.10.*
+JAX_LIBRARY_PINS ?= flax==0.12.* optax==0.2.* equinox==0.13.*
 TENSORPLAY_PIN ?= tensorplay==1.0.*
 
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check --editable
@@ -67,7 +68,8 @@ clean:  ## remove everything that make and the tools created
 .venv-test-all/stamp: pyproject.toml | check-python
 	rm -rf .venv-test-all
 	$(PYTHON) -m venv .venv-test-all
-	$(TEST_ALL) $(PIP_INSTALL) '.[dev,torch,jax]' '$(TORCH_PIN)' '$(JAX_PIN)' 'safetensors>=0.6' '$(TENSORPLAY_PIN)'
+	$(TEST_ALL) $(PIP_INSTALL) '.[dev,torch,jax]' '$(TORCH_PIN)' '$(JAX_PIN)' 'safetensors>=0.6' '$(TENSORPLAY_PIN)' \
+	  $(foreach pin,$(JAX_LIBRARY_PINS),'$(pin)')
 	@touch $@
 
 .venv-bench/stamp: pyproject.toml | check-python
