@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "rng_state": {"errors", "arrays", "planners"},
     "blocking": {PUBLIC},
     # Its planners hand over finished plans, so torch's checkpoints join below the public API.
-    "integrations": {PUBLIC, "errors", "arrays", "planners", "storage_backends", "pipeline"},
+    "integrations": {PUBLIC, "errors", "arrays", "threads", "planners", "storage_backends", "pipeline"},
     "cli": {PUBLIC},
     "__main__": {"cli"},
 }

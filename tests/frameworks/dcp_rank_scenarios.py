@@ -14,17 +14,20 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dcp_rank_support import Ranks, failure_of
 from dcp_support import assert_same_state, files_beneath, settle
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.tensor import DTensor, Shard
 
 import savestream.blocking
+from savestream import SaveOptions
 from savestream.errors import CheckpointExistsError, CoordinationError, PlanError, StorageError, UsageError
 from savestream.integrations.torch import StorageReader, StorageWriter
 from savestream.storage_backends.faults import Fault, FaultyBackend
 from savestream.storage_backends.file import FileBackend
 
-__all__ = ["OWN_SCENARIOS"]
+__all__ = ["OWN_SCENARIOS", "SLOW_SCENARIOS"]
 
 OWN_SCENARIOS: dict[str, Callable[[Ranks], None]] = {}
+SLOW_SCENARIOS: dict[str, Callable[[Ranks], None]] = {}
 
 
 def scenario(play: Callable[[Ranks], None]) -> Callable[[Ranks], None]:
@@ -321,3 +324,34 @@ def background_saves_of_one_writer(ranks: Ranks) -> None:
     for number in range(2):
         found = ranks.load({f"r{rank}": torch.zeros(2) for rank in range(4)}, f"c{number}")
         assert all(tensor.tolist() == [number, number] for tensor in found.values())
+
+
+def saves_in_processes_of_their_own(ranks: Ranks) -> None:
+    """async_save with a process for each rank, several saves one after the other, with cached plans."""
+    dtypes = [torch.float32, torch.bfloat16, torch.float32]
+    mesh = ranks.mesh(2)
+    writer = StorageWriter(options=SaveOptions(threads=1))
+    for number, dtype in enumerate(dtypes):
+        whole = torch.arange(63.0).to(dtype) + number
+        state = {"rows": ranks.distributed(whole, mesh, Shard(0)), "step": number}
+        future = dcp.async_save(
+            state,
+            storage_writer=writer,
+            checkpoint_id=ranks.place / f"c{number}",
+            planner=dcp.DefaultSavePlanner(enable_plan_caching=True),
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+        )
+        state["rows"].to_local().fill_(-1)
+        assert future.result(timeout=120).state_dict_metadata["rows"].properties.dtype is dtype
+        dist.barrier()
+        target = {"rows": ranks.distributed(torch.zeros(63, dtype=dtype), mesh, Shard(0)), "step": -1}
+        ranks.load(target, f"c{number}")
+        assert_same_state(target["rows"].full_tensor(), whole)
+        assert target["step"] == number
+    refusing = StorageWriter(overwrite=False)
+    options = {"checkpoint_id": ranks.place / "c0", "async_checkpointer_type": AsyncCheckpointerType.PROCESS}
+    error = failure_of(lambda: dcp.async_save(state, storage_writer=refusing, **options).result(timeout=120))
+    assert isinstance(error.failures[0][0], CheckpointExistsError)
+
+
+SLOW_SCENARIOS["saves in processes of their own"] = saves_in_processes_of_their_own
