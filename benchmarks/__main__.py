@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 
-from benchmarks import large, memory, small, tensors
+from benchmarks import interchange, large, memory, small, tensors
 from benchmarks.report import Report
 
 _COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace, int], Report], str]]
@@ -16,6 +16,7 @@ _COMMANDS = {
     "small": (small.add_arguments, small.run, "tens of thousands of small arrays"),
     "tensors": (tensors.add_arguments, tensors.run, "torch tensors beside numpy arrays, and replans beside DCP's"),
     "memory": (memory.add_arguments, memory.run, "peak memory of a save and of a load"),
+    "interchange": (interchange.add_arguments, interchange.run, "conversion from DCP, from and to safetensors"),
 }
 
 

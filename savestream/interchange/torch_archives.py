@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from typing import Any
 
@@ -21,6 +22,7 @@ __all__ = ["ArchiveReader"]
 
 _MAXIMUM_PICKLE_BYTES = 64 * 1024 * 1024
 _MAXIMUM_DEPTH = 128
+_REMEMBERED_BYTES = 1024
 _MAXIMUM_CONTAINERS = 1_000_000
 # Elements that lie over each other may be more than what is stored, up to here.
 _MAXIMUM_EXPANDED_BYTES = 64 * 1024 * 1024
@@ -59,18 +61,17 @@ class ArchiveReader:
 
     def tensor(self) -> FileArray:
         """The tensor that is all that the archive holds."""
-        found = self._unpickle(tensors_only=True)
+        found = _read_tensor(self._pickle())
         if not isinstance(found, StoredTensor):
             raise CorruptCheckpointError(f"it holds {show(found)}, not a tensor")
         return self._array(found, self._name)
 
     def value(self) -> object:
         """What the archive holds: plain values, containers and tensors."""
-        return self._convert(self._unpickle(tensors_only=False), _Place(None, self._name), 0)
+        return self._convert(read_pickle(self._pickle(), VALUE_NAMES, storage_id), _Place(None, self._name), 0)
 
-    def _unpickle(self, *, tensors_only: bool) -> object:
-        pickled = self._zip.read(self._zip.members[f"{self._prefix}data.pkl"], _MAXIMUM_PICKLE_BYTES)
-        return read_pickle(pickled, TENSOR_NAMES if tensors_only else VALUE_NAMES, storage_id)
+    def _pickle(self) -> bytes:
+        return self._zip.read(self._zip.members[f"{self._prefix}data.pkl"], _MAXIMUM_PICKLE_BYTES)
 
     def _array(self, tensor: StoredTensor, name: str) -> FileArray:
         storage = tensor.storage
@@ -117,6 +118,18 @@ class ArchiveReader:
             pairs = [(key, self._convert(item, _Place(place, key), depth + 1)) for key, item in value.items()]
             return dict(pairs) if kind is dict else OrderedDict(pairs)
         raise UnsafeObjectError(f"it holds {show(value)}, which is no plain value")
+
+
+def _read_tensor(pickled: bytes) -> object:
+    """What the pickle of a single tensor says; those of tensors that are alike are equal, so most were read before."""
+    return _remembered_tensor(pickled) if len(pickled) <= _REMEMBERED_BYTES else _described_tensor(pickled)
+
+
+def _described_tensor(pickled: bytes) -> object:
+    return read_pickle(pickled, TENSOR_NAMES, storage_id)
+
+
+_remembered_tensor = functools.lru_cache(maxsize=1024)(_described_tensor)
 
 
 class _Place:

@@ -20,7 +20,13 @@ ARGUMENTS = {
     "tiny_trainer.py": ["--root", "checkpoints", "--steps", "3", "--save-every", "2", "--hidden-units", "32"],
 }
 LIBRARIES = {"tiny_network.py", "demo_display.py"}
-TESTED_ELSEWHERE = {"dcp_storage.py", "demo.py", "read_without_savestream.py", "torch_training.py"}
+TESTED_ELSEWHERE = {
+    "convert_checkpoints.py",
+    "dcp_storage.py",
+    "demo.py",
+    "read_without_savestream.py",
+    "torch_training.py",
+}
 
 # Blocks that need a framework run in tests/frameworks.
 README_BLOCKS = [
