@@ -197,7 +197,7 @@ class _SourcePart:
     def compare(self, stop: threading.Event) -> None:
         """Compare units until none is left. Runs in worker threads."""
         buffer = np.empty(_UNIT_BYTES, np.uint8)
-        while not stop.is_set():
+        while not (stop.is_set() or self.differing):
             with self._lock:
                 unit, pair = next(self._units, None), next(self._tied, None)
             if unit is None and pair is None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from time import perf_counter
 from typing import Any
 
 import anyio
 import msgspec
 
-from savestream.events import Observer, OperationFailed, notify
+from savestream.errors import SaveTimeoutError
+from savestream.events import Observer, OperationFailed, StageStatistics, Statistics, notify
 from savestream.interchange.comparison import compare_with_source
 from savestream.interchange.foreign import ForeignFiles, ForeignState
 from savestream.pipeline.commit import describe
@@ -34,6 +36,8 @@ class ConversionInfo(CheckpointInfo, frozen=True):
 
     Attributes
     ----------
+    statistics
+        With two stages more than those of a save: ``inspect``, what went before it, and ``verify``.
     skipped
         Keys that ``on_unsupported="skip"`` left out.
     """
@@ -55,17 +59,27 @@ class Conversion(msgspec.Struct):
     async def run(self) -> ConversionInfo:
         """Convert, or raise and leave nothing behind."""
         files = ForeignFiles()
+        started = perf_counter()
         try:
-            foreign = await self._read(files)
-            info = await self._save(foreign)
+            foreign = await self._read_within(self.options.timeout_seconds, files)
+            seconds = perf_counter() - started
+            info = await self._save(foreign, seconds)
         finally:
             with anyio.CancelScope(shield=True):
                 await run_in_worker(files.close)
         if foreign.skipped:
             reasons = "; ".join(foreign.skipped.values())
             logger.warning("%s: %d key(s) were left out: %s", info.location, len(foreign.skipped), reasons[:2000])
-        fields = {name: getattr(info, name) for name in CheckpointInfo.__struct_fields__}
-        return ConversionInfo(**fields, skipped=tuple(foreign.skipped))
+        statistics = _with_inspection(info.statistics, seconds)
+        return ConversionInfo(info.location, info.save_id, info.step, statistics, tuple(foreign.skipped))
+
+    async def _read_within(self, timeout_seconds: float | None, files: ForeignFiles) -> ForeignState:
+        with anyio.move_on_after(timeout_seconds):
+            return await self._read(files)
+        raise SaveTimeoutError(
+            f"{describe(self.location)}: looking at the source took longer than timeout_seconds={timeout_seconds}; "
+            "nothing was written"
+        )
 
     async def _read(self, files: ForeignFiles) -> ForeignState:
         try:
@@ -79,11 +93,13 @@ class Conversion(msgspec.Struct):
         files.stop.clear()
         return found[0]
 
-    async def _save(self, foreign: ForeignState) -> CheckpointInfo:
+    async def _save(self, foreign: ForeignState, seconds_gone: float) -> CheckpointInfo:
+        timeout = self.options.timeout_seconds
+        left = None if timeout is None else max(timeout - seconds_gone, 1e-9)
         request = SaveRequest(
             state=foreign.state,
             location=self.location,
-            options=self.options,
+            options=msgspec.structs.replace(self.options, timeout_seconds=left),
             planner=None,
             plan_cache=None,
             coordinator=choose_coordinator(None),
@@ -94,6 +110,12 @@ class Conversion(msgspec.Struct):
             observer=self.observer,
         )
         return await _ConversionTask(request, foreign.state, self.verify).run()
+
+
+def _with_inspection(statistics: Statistics, seconds: float) -> Statistics:
+    """Count the time that went before the save."""
+    stages = {"inspect": StageStatistics(busy_seconds=seconds, operations=1), **statistics.stages}
+    return msgspec.structs.replace(statistics, stages=stages, total_seconds=statistics.total_seconds + seconds)
 
 
 class _ConversionTask(SaveTask):

@@ -21,7 +21,7 @@ from savestream.errors import (
 )
 from savestream.interchange.decoded_items import DecodedPool
 
-__all__ = ["ForeignFiles", "ForeignState", "OnUnsupported", "file_within", "local_path", "locating"]
+__all__ = ["ForeignFiles", "ForeignState", "OnUnsupported", "file_within", "local_path", "locating", "require_source"]
 
 OnUnsupported: TypeAlias = Literal["raise", "skip"]
 
@@ -66,16 +66,21 @@ class ForeignFiles:
 
 
 def local_path(source: str | os.PathLike[str]) -> str:
-    """A foreign checkpoint's path; it must be there, and local."""
+    """A foreign checkpoint's path, made absolute."""
     try:
         path = os.path.abspath(os.fspath(source))
     except TypeError:
         raise PlanError(f"src={source!r}: a foreign checkpoint is named by a local path") from None
     if not isinstance(path, str) or "\0" in path or not os.fspath(source):
         raise PlanError(f"src={source!r}: a foreign checkpoint is named by a local path")
+    return path
+
+
+def require_source(path: str) -> str:
+    """The path again, if something is there."""
     if not os.path.exists(path):
-        scheme = "; only local files are read, so download it first" if "://" in os.fspath(source) else ""
-        raise CheckpointNotFoundError(f"{path}: there is no such file or directory{scheme}")
+        hint = "; only local files are read, so download it first" if ":/" in path else ""
+        raise CheckpointNotFoundError(f"{path}: there is no such file or directory{hint}")
     return path
 
 

@@ -10,7 +10,7 @@ from savestream.errors import PlanError
 from savestream.events import Observer
 from savestream.interchange.conversion import Conversion, ConversionInfo
 from savestream.interchange.dcp_reader import read_dcp
-from savestream.interchange.foreign import ForeignFiles, ForeignState, OnUnsupported, local_path
+from savestream.interchange.foreign import ForeignFiles, ForeignState, OnUnsupported, local_path, require_source
 from savestream.interchange.safetensors_export import Export
 from savestream.interchange.safetensors_reader import read_safetensors
 from savestream.interchange.torch_reader import read_torch
@@ -201,7 +201,7 @@ def _export_path(dest: LocalPath) -> str:
         path = ""
     if not isinstance(path, str) or not path or "\0" in path or "://" in path:
         raise PlanError(f"dest={dest!r}: safetensors files are written to a local path")
-    return path
+    return os.path.abspath(path)
 
 
 def _shard_bytes(value: object) -> int:
@@ -225,7 +225,8 @@ def _reader(
 ) -> Callable[[ForeignFiles], ForeignState]:
     if on_unsupported not in ("raise", "skip"):
         raise PlanError(f"on_unsupported={on_unsupported!r}: use 'raise' or 'skip'")
-    return lambda files: read(local_path(src), files, on_unsupported)
+    path = local_path(src)
+    return lambda files: read(require_source(path), files, on_unsupported)
 
 
 async def _convert(

@@ -91,10 +91,9 @@ class _Names:
     """Where an export goes: ``dest`` is a file's name, or a directory that gets a ``model``."""
 
     def __init__(self, dest: str) -> None:
-        path = os.path.abspath(dest)
-        is_file = path.endswith(_SUFFIX)
-        self.directory = os.path.dirname(path) if is_file else path
-        self.stem = os.path.basename(path).removesuffix(_SUFFIX) if is_file else "model"
+        is_file = dest.endswith(_SUFFIX)
+        self.directory = os.path.dirname(dest) if is_file else dest
+        self.stem = os.path.basename(dest).removesuffix(_SUFFIX) if is_file else "model"
         if not self.stem:
             raise PlanError(f"dest={dest!r}: a file needs a name before {_SUFFIX}")
         self.single = self.stem + _SUFFIX

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 import threading
 
 import ml_dtypes
@@ -11,7 +14,7 @@ import pytest
 from dcp_builder import DcpBuilder, archive_of
 from import_support import assert_equal, open_descriptors
 from pickle_support import number, text
-from safetensors_support import tensors, varied
+from safetensors_support import file_of, tensors, varied
 
 import savestream
 from savestream import LoadOptions, SaveOptions, ShardedArray, blocking
@@ -267,10 +270,23 @@ async def test_cancelled_while_the_source_is_read(source, tmp_path, monkeypatch)
     assert open_descriptors(tmp_path) == []
 
 
-async def test_a_conversion_that_takes_too_long(source, tmp_path):
-    with pytest.raises(SaveTimeoutError):
-        await savestream.import_dcp(source, tmp_path / "out", options=SaveOptions(timeout_seconds=1e-6))
+@pytest.mark.parametrize("where", ["reading", "saving"])
+async def test_a_conversion_that_takes_too_long(where, source, tmp_path, monkeypatch):
+    original = functions.read_dcp
+
+    def read(directory, files, on_unsupported):
+        if where == "reading":
+            assert files.stop.wait(30)
+        else:
+            monkeypatch.setattr("savestream.interchange.conversion.perf_counter", lambda: 1e9)
+        return original(directory, files, on_unsupported)
+
+    monkeypatch.setattr(functions, "read_dcp", read)
+    seconds = 0.01 if where == "reading" else 60
+    with pytest.raises(SaveTimeoutError, match=f"looking at.*={seconds}" if where == "reading" else "the save took"):
+        await savestream.import_dcp(source, tmp_path / "out", options=SaveOptions(timeout_seconds=seconds))
     assert not (tmp_path / "out").exists()
+    assert open_descriptors(tmp_path) == []
 
 
 async def test_an_observer_learns_of_failures(tmp_path):
@@ -278,6 +294,42 @@ async def test_an_observer_learns_of_failures(tmp_path):
     with pytest.raises(FileNotFoundError):
         await savestream.import_dcp(tmp_path / "nothing", tmp_path / "out", observer=events.append)
     assert [(type(event).__name__, event.operation) for event in events] == [("OperationFailed", "import_dcp")]
+
+
+MEASURED = """
+import sys
+from pathlib import Path
+from savestream import SaveOptions, blocking
+
+def resident(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) // 1024
+
+options = SaveOptions(compression="zstd", memory_budget_bytes=16 << 20)
+blocking.import_safetensors(sys.argv[1] + "/small", sys.argv[1] + "/warm", options=options)
+Path("/proc/self/clear_refs").write_text("5")
+before = resident("VmRSS")
+blocking.import_safetensors(sys.argv[1] + "/large", sys.argv[1] + "/out", options=options)
+blocking.export_safetensors(sys.argv[1] + "/out", sys.argv[1] + "/exported", max_shard_bytes=100 << 20)
+print(resident("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="the peak of memory is read in /proc")
+def test_memory_does_not_grow_with_the_source(tmp_path):
+    for name, megabytes in (("small", 1), ("large", 384)):
+        half = megabytes << 19
+        entries = {
+            key: {"dtype": "U8", "shape": [half], "data_offsets": [at, at + half]}
+            for key, at in (("a", 0), ("b", half))
+        }
+        with open(tmp_path / name, "wb") as file:
+            file.write(file_of(entries))
+            file.truncate(file.tell() + 2 * half)  # zeros that take no room
+    command = [sys.executable, "-c", MEASURED, str(tmp_path)]
+    outcome = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert outcome.returncode == 0, outcome.stderr
+    assert int(outcome.stdout) < 192, "half of the source"
 
 
 def test_the_blocking_facade(source, tmp_path):

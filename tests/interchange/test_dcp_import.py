@@ -104,6 +104,7 @@ async def test_the_result_says_what_was_done(builder, source, tmp_path):
     assert isinstance(info, savestream.CheckpointInfo)
     assert (info.skipped, info.step) == ((), None)
     assert info.statistics.raw_bytes == VALUES.nbytes
+    assert 0 < info.statistics.stages["inspect"].busy_seconds < info.statistics.total_seconds
     assert info.statistics.stages["verify"].bytes == VALUES.nbytes
     assert {"SavePlanned", "SaveStaged", "SaveCommitted"} <= {type(event).__name__ for event in events}
     assert (await savestream.verify(tmp_path / "out")).raw_bytes == VALUES.nbytes

@@ -17,7 +17,7 @@ WITH_DCP = {"DCP: load into target", "import_dcp, unverified", "import_dcp, veri
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 
 
-@pytest.mark.parametrize("with_torch", [True, False] if HAS_TORCH else [False])
+@pytest.mark.parametrize("with_torch", [pytest.param(True, marks=pytest.mark.slow)] * HAS_TORCH + [False])
 def test_interchange(with_torch, tmp_path):
     environment = dict(os.environ)
     if HAS_TORCH and not with_torch:  # a module of that name that cannot be imported
