@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import _thread
 import gc
 import signal
 import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +181,7 @@ def test_a_checkpoint_that_is_overwritten_during_a_load_is_said_to_be_gone(tmp_p
 
 
 INTERRUPTED = """
-import sys, warnings
+import signal, sys, warnings
 import torch
 import torch.distributed.checkpoint as dcp
 from savestream.integrations.torch import StorageWriter
@@ -187,6 +189,7 @@ from savestream.storage_backends.faults import Fault, FaultyBackend
 from savestream.storage_backends.file import FileBackend
 import anyio
 warnings.simplefilter("ignore")
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored from the start where a shell started the tests so
 
 async def announce(_):
     print("writing", flush=True)
@@ -206,12 +209,43 @@ def test_an_interrupt_ends_the_writing(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", INTERRUPTED, str(tmp_path / "store")], stdout=subprocess.PIPE, text=True
     )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "writing\n"
-    process.send_signal(signal.SIGINT)
-    rest, _ = process.communicate(timeout=60)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "writing\n"
+        process.send_signal(signal.SIGINT)
+        rest, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
     assert rest == "interrupted\n"
     assert not files_beneath(tmp_path)
+
+
+@pytest.fixture
+def _interruptible() -> Iterator[None]:
+    """SIGINT as Python handles it, also where it is ignored from the start."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interruptible")
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_interrupt_during_the_commit_never_removes_what_may_be_visible(tmp_path: Path, fails: bool) -> None:
+    def interrupt(_: object) -> None:
+        _thread.interrupt_main()  # the commit goes on all the same: it is shielded
+
+    fault = Fault("create", 28 if fails else None, hook=interrupt)
+    writer = StorageWriter((FaultyBackend(FileBackend(tmp_path), [fault]), "c"))
+    with pytest.raises(dcp.CheckpointException) as caught:
+        save(state(1), writer)
+    assert isinstance(caught.value.failures[0][0], KeyboardInterrupt)
+    del caught, writer
+    settle()
+    if fails:
+        assert not files_beneath(tmp_path)
+    else:
+        assert_same_state(load(state(0), StorageReader(tmp_path / "c")), state(1))
 
 
 # --- tickets ----------------------------------------------------------------------------------------------

@@ -6,10 +6,8 @@ several background saves may share a writer.
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
-import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,7 +15,8 @@ from typing import Any
 import anyio
 import msgspec
 
-from savestream.errors import CoordinationError, PlanError, SaveTimeoutError, UsageError
+from savestream.errors import PlanError, SaveTimeoutError, UsageError
+from savestream.integrations.dcp.attempts import Attempt
 from savestream.integrations.dcp.composition import compose, correct_metadata
 from savestream.integrations.dcp.destination import Destination
 from savestream.integrations.dcp.frameworks import checkpoint_module, run_on_engine, torch_module
@@ -26,96 +25,18 @@ from savestream.integrations.dcp.joining import JoinsTorch
 from savestream.integrations.dcp.nesting import DcpPath
 from savestream.integrations.dcp.results import RankPart, WrittenItem
 from savestream.integrations.dcp.staging import stage_state
-from savestream.integrations.dcp.tickets import Inbox, SaveTicket, open_inbox
+from savestream.integrations.dcp.tickets import SaveTicket, open_inbox
 from savestream.pipeline.arguments import check_flag, check_kind
-from savestream.pipeline.commit import describe, new_save_id
-from savestream.pipeline.engine import Engine, current_engine
+from savestream.pipeline.commit import describe
 from savestream.pipeline.index_part import PartEntry
 from savestream.pipeline.options import SaveOptions
-from savestream.pipeline.rank_commit import (
-    Standing,
-    commit_root,
-    discard_quietly,
-    examine_destination,
-    may_be_visible,
-)
+from savestream.pipeline.rank_commit import examine_destination
 from savestream.pipeline.rank_data import RankChunks, RankData
 from savestream.pipeline.stage_clock import StageClock
 from savestream.planners.metadata import Shape
 from savestream.storage_backends import Location, Place
 
 __all__ = ["StorageWriter"]
-
-logger = logging.getLogger("savestream")
-
-
-class _Attempt:
-    """One save from set-up to finish, as one rank sees it.
-
-    An attempt of the coordinator's that ends without ``finish`` leaves data behind, of other ranks too: torch tells no
-    storage writer that a save has failed. They are removed when the attempt is given up: at the writer's next save in
-    this thread, or when nothing refers to it any more.
-    """
-
-    def __init__(self, location: Location, inbox: Inbox, *, is_coordinator: bool, rank: int | None) -> None:
-        self.location = location
-        self.inbox = inbox
-        self.is_coordinator = is_coordinator
-        self.rank = rank
-        self.save_id = new_save_id()
-        self.world_size = 1
-        self.standing = Standing()
-        self.owners: dict[tuple[str, Shape | None], int] = {}
-        self._leftovers: weakref.finalize[Any, Any] | None = None
-
-    def may_leave_data(self) -> None:
-        """From now on there may be data to remove."""
-        if self.is_coordinator and self._leftovers is None:
-            self._leftovers = weakref.finalize(self, _discard_in_background, self.location, self.save_id)
-            self._leftovers.atexit = False  # the engine may have ended; the data bears this save's id alone
-
-    def settled(self) -> None:
-        """The attempt has been committed, or its data are gone, or must stay."""
-        if self._leftovers is not None:
-            self._leftovers.detach()
-
-    def give_up(self) -> None:
-        """Remove what the attempt left behind, unless it has been settled."""
-        if self._leftovers is not None and self._leftovers.detach():
-            run_on_engine(lambda: discard_quietly(self.location, self.save_id), "discarding a failed save")
-
-    def identify(self, plan: Any) -> tuple[str, int]:
-        """The save's id and this rank's number, once the coordinator has sent the plan.
-
-        The ticket that arrived counts; that in the plan only where plans do not travel between processes.
-        """
-        if self.is_coordinator:
-            return self.save_id, self.rank or 0
-        ticket = self.inbox.ticket or plan.storage_data
-        if not isinstance(ticket, SaveTicket):
-            raise CoordinationError(
-                "the plan came without the save's id: torch's plan exchange did not pass through the coordinator's "
-                "savestream StorageWriter; give all ranks one, and call its hooks in the thread that saves"
-            )
-        if self.rank is not None and self.rank != ticket.rank:
-            raise CoordinationError(f"rank {self.rank} was sent the plan of rank {ticket.rank}; nothing was written")
-        return ticket.save_id, ticket.rank
-
-
-def _discard_in_background(location: Location, save_id: str) -> None:
-    """Called by the garbage collector, at any point of any thread, so it takes no lock: the engine's loop goes on."""
-    try:
-        engine = current_engine()
-    except UsageError:
-        return  # forked: the data are the parent's business
-    engine.post(lambda: _start_discarding(engine, location, save_id))
-
-
-def _start_discarding(engine: Engine, location: Location, save_id: str) -> None:
-    try:
-        engine.submit(lambda: discard_quietly(location, save_id), "discarding a failed save")
-    except UsageError:
-        logger.warning("%s: data of a failed save stays behind, since the program ends", describe(location))
 
 
 class StorageWriter(JoinsTorch):
@@ -212,13 +133,13 @@ class StorageWriter(JoinsTorch):
         rank = kwargs.get("rank")
         if not kwargs.get("use_collectives", True):
             _refuse_many_ranks(rank)
-        self._attempts.current = _Attempt(
+        self._attempts.current = Attempt(
             self._destination.locate(), open_inbox(), is_coordinator=is_coordinator, rank=rank
         )
 
     @property
-    def _attempt(self) -> _Attempt:
-        attempt: _Attempt | None = getattr(self._attempts, "current", None)
+    def _attempt(self) -> Attempt:
+        attempt: Attempt | None = getattr(self._attempts, "current", None)
         if attempt is None:
             raise UsageError("set_up_storage_writer has not been called in this thread; torch's save does that")
         return attempt
@@ -296,23 +217,11 @@ class StorageWriter(JoinsTorch):
             composition = compose(
                 metadata, results, attempt.owners, save_id=attempt.save_id, world_size=attempt.world_size
             )
-            run_on_engine(
-                lambda: commit_root(
-                    attempt.location,
-                    composition.content,
-                    composition.section,
-                    standing=attempt.standing,
-                    overwrite=self._overwrite,
-                ),
-                "committing",
-            )
-        except BaseException as error:
-            if may_be_visible(error):
-                attempt.settled()
-            else:
-                attempt.give_up()
+        except BaseException:
+            attempt.give_up()  # all ranks have written
             raise
-        attempt.settled()
+        attempt.owners = {}
+        attempt.commit(composition, overwrite=self._overwrite)
         meta = checkpoint_module("metadata").StorageMeta(checkpoint_id=self.checkpoint_id, save_id=attempt.save_id)
         correct_metadata(metadata, composition, meta)
 
