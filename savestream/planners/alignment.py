@@ -13,6 +13,7 @@ from savestream.planners.containers import ABSENT, SEQUENCES, Category, category
 from savestream.planners.flattening import VALUE, flatten
 from savestream.planners.framework_values import adoption_problem
 from savestream.planners.paths import Path, part_text, path_to_fqn
+from savestream.planners.scalars import NUMBERS, takes_number
 from savestream.planners.sharding import is_sharded
 from savestream.planners.structure import LeafNode, MappingNode, SequenceNode, StateTree
 from savestream.planners.trees import Container, node_parts
@@ -57,6 +58,7 @@ def align_state_dict(
     *,
     is_value: Callable[[str], bool],
     value_of: Callable[[str], Any] = lambda _: UNKNOWN,
+    number_of: Callable[[str], type | None] = lambda _: None,
 ) -> Alignment:
     """Match ``target`` with the saved ``tree``; nothing is changed.
 
@@ -71,13 +73,15 @@ def align_state_dict(
     value_of
         The decoded saved value of a leaf, or :data:`UNKNOWN`; a known one is compared inside too: dict entries by
         key, sequences by length.
+    number_of
+        The class of the Python numbers that a saved array of no dimension can stand for, or None.
 
     Returns
     -------
     Alignment
         Containers match where both are mappings, both sequences or both records; the target's classes win.
     """
-    aligner = _Aligner(is_value, value_of)
+    aligner = _Aligner(is_value, value_of, number_of)
     aligner.visit(target, tree, ())
     return aligner.result
 
@@ -97,9 +101,15 @@ def is_array_leaf(value: object) -> bool:
 
 
 class _Aligner:
-    def __init__(self, is_value: Callable[[str], bool], value_of: Callable[[str], Any]) -> None:
+    def __init__(
+        self,
+        is_value: Callable[[str], bool],
+        value_of: Callable[[str], Any],
+        number_of: Callable[[str], type | None],
+    ) -> None:
         self._is_value = is_value
         self._value_of = value_of
+        self._number_of = number_of
         self.result = Alignment()
 
     def visit(self, target: Any, node: StateTree, path: Path) -> None:
@@ -148,15 +158,16 @@ class _Aligner:
 
     def _visit_leaf(self, target: Any, name: str, path: Path) -> None:
         if not self._is_value(name):
-            if is_array_leaf(target):
+            if is_array_leaf(target) or (type(target) in NUMBERS and self._number_of(name) is type(target)):
                 self.result.targets[name] = target
             else:
                 self.result.mismatch(path, "an array", target)
-        elif is_array_leaf(target):
+            return
+        saved = self._value_of(name)
+        if is_array_leaf(target) and not takes_number(target, saved):
             self.result.mismatch(path, "a plain value", target)
         else:
             self.result.targets[name] = target
-            saved = self._value_of(name)
             if saved is not UNKNOWN:
                 _compare(target, saved, path, self.result)
             elif category_of(target) is not None:
@@ -214,7 +225,8 @@ def _joined(name: str, path: Path) -> str:
 
 def _compare(target: Any, saved: Any, path: Path, result: Alignment) -> None:
     if is_array_leaf(target):
-        result.mismatch(path, "a plain value", target)
+        if not takes_number(target, saved):
+            result.mismatch(path, "a plain value", target)
         return
     wanted, found = category_of(target), category_of(saved)
     if target is None:  # a placeholder expects nothing

@@ -43,6 +43,7 @@ __all__ = [
     "container_token",
     "contents",
     "has_str_keys",
+    "is_replaced",
     "put_contents",
     "refill_sequence",
 ]
@@ -199,6 +200,12 @@ def _own_key(key: object, types: Mapping[str, type]) -> object:
     if type(key) in SCALAR_TYPES:
         return key
     return decode_value(encode_value(key, "a dict key"), types=tuple(types.values()), key="a dict key")
+
+
+def is_replaced(value: Any) -> bool:
+    """Whether new children make a successor of a container, instead of changing it."""
+    kind = type(value)
+    return isinstance(value, tuple) or (kind not in MAPPINGS and kind not in SEQUENCES and is_pytree(value))
 
 
 def put_contents(value: Any, category: Category, changes: Mapping[Any, Any]) -> Any:

@@ -28,6 +28,7 @@ from savestream.planners.metadata import (
     TensorStorageMetadata,
 )
 from savestream.planners.open_targets import OpenShards, OpenTarget, Shard
+from savestream.planners.scalars import NUMBERS, OpenNumber
 from savestream.planners.sharding import ShardedArray, shard_array, shard_chunks, shard_dtype
 from savestream.planners.target_memory import TargetArray, examine_targets
 
@@ -78,7 +79,7 @@ class TargetChecker:
         self.problems: list[str] = []
         self.repeated: set[tuple[str, Shape | None]] = set()
         self.memories: dict[str, HostArray] = {}
-        self.open_targets: dict[str, OpenTarget | OpenShards] = {}
+        self.open_targets: dict[str, OpenTarget | OpenShards | OpenNumber] = {}
         self._arrays: list[TargetArray] = []
         self._identities: dict[Hashable, str] = {}
         self._names: dict[np.dtype[Any], str] = {}
@@ -98,6 +99,9 @@ class TargetChecker:
             with self._noting_problems():
                 if type(leaf) is np.ndarray:
                     self._check_numpy(name, leaf, entry)
+                elif type(leaf) in NUMBERS:
+                    self.boxes[name] = self._whole_box(())
+                    self.open_targets[name] = OpenNumber(type(leaf), entry.properties.dtype)
                 else:
                     self._check_shards(name, leaf, entry)
         for adapter, names in groups.values():
@@ -243,8 +247,9 @@ class TargetChecker:
             else:
                 box = other.offsets or (0,) * len(self._entries[other.name].size)  # type: ignore[union-attr]
                 self.repeated.add((other.name, box))
-                if other.name in self.open_targets:
-                    self.open_targets[other.name].mark_repeated(box)
+                opened = self.open_targets.get(other.name)
+                if isinstance(opened, OpenTarget | OpenShards):
+                    opened.mark_repeated(box)
 
 
 def _castable(stored: str, wanted: str) -> bool:

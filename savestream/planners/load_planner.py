@@ -27,6 +27,7 @@ from savestream.planners.open_targets import Allocate, OpenShards, OpenTarget, a
 from savestream.planners.paths import Path, Selection, SelectionKey, path_to_fqn
 from savestream.planners.plan import LoadPlan, ReadItem
 from savestream.planners.rebuilding import Filled, merge_value, pick, rebuild_into, replace_at
+from savestream.planners.scalars import OpenNumber, number_type
 from savestream.planners.sharding import shard_array
 from savestream.planners.structure import LeafNode, MappingNode, StateTree
 from savestream.planners.trees import tree_from_names, tree_mappings
@@ -90,7 +91,7 @@ class DefaultLoadPlanner(LoadPlanner):
         self._loaded: dict[str, Any] = {}
         self._compared: set[str] = set()
         self._allocate = allocate
-        self._open: dict[str, OpenTarget | OpenShards] = {}
+        self._open: dict[str, OpenTarget | OpenShards | OpenNumber] = {}
         self._in_place: dict[str, Any] = {}  # leaves of which state_dict has numpy views
         self._inside: dict[str, list[Path]] = {}  # value leaves of which only elements are selected
 
@@ -195,7 +196,12 @@ class DefaultLoadPlanner(LoadPlanner):
             self._tree,
             is_value=lambda name: isinstance(entries[name], BytesStorageMetadata),
             value_of=self._compare_now,
+            number_of=self._number_of,
         )
+
+    def _number_of(self, name: str) -> type | None:
+        entry = self._metadata().state_dict_metadata[name]
+        return number_type(entry.properties.dtype, entry.size) if isinstance(entry, TensorStorageMetadata) else None
 
     def _compare_now(self, name: str) -> Any:
         value = self._value_of(name)

@@ -14,12 +14,14 @@ from savestream.planners.containers import (
     category_of,
     contents,
     has_str_keys,
+    is_replaced,
     put_contents,
     refill_sequence,
 )
 from savestream.planners.framework_values import adopting_form, adoption_problem
 from savestream.planners.paths import Index, Path, part_text
 from savestream.planners.recorded import RecordedEnum, class_name, index_types, rebuild_enum
+from savestream.planners.scalars import fill_number, takes_number
 from savestream.planners.structure import LeafNode, MappingNode, StateTree
 from savestream.planners.trees import node_parts
 from savestream.planners.value_encoding import encode_value_bytes
@@ -92,8 +94,8 @@ def merge_value(target: Any, saved: Any, filled: Filled | None = None) -> Any:
 
     Containers keep the target's class and identity. A sequence takes the saved length: a history that has grown since
     comes back whole. Of mappings and records, entries that only the target has stay, and those that only the saved
-    value has are ignored. A random generator takes over the saved one's state. Where nothing can be matched, the saved
-    value itself is the result.
+    value has are ignored. A random generator takes over the saved one's state, an array of no dimension a number. Where
+    nothing can be matched, the saved value itself is the result.
 
     ``filled`` is what earlier merges of the same load have filled. A container or generator that the target holds at
     several places stays shared where all take the same value; where they do not, the later ones get one of their own.
@@ -105,6 +107,8 @@ def merge_value(target: Any, saved: Any, filled: Filled | None = None) -> Any:
             return saved
         form.adopt(target, saved)
         return target
+    if takes_number(target, saved):
+        return fill_number(target, saved)
     if isinstance(saved, RecordedEnum) and isinstance(target, enum.Enum):
         same = class_name(type(target)) == saved.type_name
         return rebuild_enum(type(target), saved.name, saved.value) if same else saved
@@ -128,8 +132,8 @@ def merge_value(target: Any, saved: Any, filled: Filled | None = None) -> Any:
 
 def _unshared(target: Any, saved: Any, filled: Filled) -> Any:
     """The container itself, or a copy where another place of the target holds it too and took another value."""
-    if isinstance(target, tuple):
-        return target  # replaced, not changed
+    if is_replaced(target):
+        return target
     return copy.copy(target) if _takes_another(target, saved, filled) else target
 
 
