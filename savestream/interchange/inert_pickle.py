@@ -261,7 +261,10 @@ class _Machine:
         target = self._stack[-1]
         if isinstance(target, InertObject):
             target.set_state(state)
-        elif type(target) is not OrderedDict:  # whose attributes, such as a state dict's _metadata, are no entries
+        elif type(target) is OrderedDict and type(state) is dict:
+            if "_metadata" in state:  # what a module's state_dict() says of its own format; other attributes are lost
+                target._metadata = state["_metadata"]  # type: ignore[attr-defined]
+        else:
             raise UnsafeObjectError(f"it sets the state of {show(target)}, which is not read here")
 
     def persistent_id(self) -> None:

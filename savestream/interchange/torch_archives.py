@@ -16,7 +16,8 @@ from savestream.interchange.inert_objects import show
 from savestream.interchange.inert_pickle import read_pickle
 from savestream.interchange.numpy_pickles import PickledArray
 from savestream.interchange.stored_zip import StoredZip, Window
-from savestream.interchange.torch_pickles import TENSOR_NAMES, VALUE_NAMES, StoredTensor, storage_id
+from savestream.interchange.torch_pickles import TENSOR_NAMES, VALUE_NAMES, StoredTensor, TorchDtype, storage_id
+from savestream.planners import RecordedObject
 
 __all__ = ["ArchiveReader"]
 
@@ -106,7 +107,9 @@ class ArchiveReader:
             return self._array(value, place.name())
         if kind is PickledArray:
             return value.array
-        if kind in (set, frozenset) or isinstance(value, _PLAIN):
+        if kind is TorchDtype:
+            return RecordedObject("torch.dtype", value.name)
+        if kind in (set, frozenset, RecordedObject) or isinstance(value, _PLAIN):
             return value
         self._containers += 1
         if depth > _MAXIMUM_DEPTH or self._containers > _MAXIMUM_CONTAINERS:
@@ -116,8 +119,16 @@ class ArchiveReader:
             return items if kind is list else tuple(items)
         if kind in (dict, OrderedDict):
             pairs = [(key, self._convert(item, _Place(place, key), depth + 1)) for key, item in value.items()]
-            return dict(pairs) if kind is dict else OrderedDict(pairs)
+            return dict(pairs) if kind is dict else self._ordered(value, pairs, place, depth)
         raise UnsafeObjectError(f"it holds {show(value)}, which is no plain value")
+
+    def _ordered(self, value: Any, pairs: list[tuple[Any, object]], place: _Place, depth: int) -> OrderedDict[Any, Any]:
+        """An OrderedDict, with what a module's state_dict() says of its own format."""
+        found: OrderedDict[Any, Any] = OrderedDict(pairs)
+        if hasattr(value, "_metadata"):
+            metadata = self._convert(value._metadata, _Place(place, "_metadata"), depth + 1)
+            found._metadata = metadata  # type: ignore[attr-defined]
+        return found
 
 
 def _read_tensor(pickled: bytes) -> object:

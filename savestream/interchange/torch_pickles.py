@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import OrderedDict
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -14,6 +15,7 @@ from savestream.arrays.dtypes import OPAQUE_DTYPES, dtype_itemsize
 from savestream.errors import CorruptCheckpointError, UnsafeObjectError
 from savestream.interchange.inert_objects import NamedGlobal, show
 from savestream.interchange.numpy_pickles import NUMPY_NAMES
+from savestream.planners import RecordedObject
 
 __all__ = [
     "METADATA_DTYPES",
@@ -28,6 +30,7 @@ __all__ = [
 ]
 
 _MAXIMUM_DIMENSIONS = 64
+_DEVICE = re.compile(r"[a-z]{1,40}(:\d{1,5})?")
 _MAXIMUM_EXTENT = 1 << 62
 _NATIVE = (
     *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
@@ -226,6 +229,17 @@ def _collection(kind: type[Any]) -> NamedGlobal:
     return NamedGlobal(kind.__name__, make)
 
 
+def _recorded_size(*arguments: object) -> RecordedObject:
+    return RecordedObject("torch.Size", _size(*arguments))
+
+
+def _recorded_device(kind: object, index: object = None) -> RecordedObject:
+    name = kind if index is None else f"{show(kind)[1:-1]}:{show(index)}"
+    if type(name) is not str or not _DEVICE.fullmatch(name):
+        raise CorruptCheckpointError(f"a device is {show(kind)}, {show(index)}")
+    return RecordedObject("torch.device", name)
+
+
 def _check_members(items: Any) -> None:
     plain = {str, int, float, bool, complex, bytes, type(None)}
     for item in items:
@@ -262,6 +276,8 @@ VALUE_NAMES: Mapping[str, object] = MappingProxyType(
     {
         **TENSOR_NAMES,
         **NUMPY_NAMES,
+        "torch.Size": NamedGlobal("torch.Size", _recorded_size),
+        "torch.device": NamedGlobal("torch.device", _recorded_device),
         "_codecs.encode": NamedGlobal("_codecs.encode", _encode),
         **{
             f"{module}.{kind.__name__}": _collection(kind)

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import warnings
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -108,9 +109,14 @@ def test_a_model_and_its_optimizer(tmp_path):
 
 
 def test_without_flattening(tmp_path):
-    state = {"model": {"w": torch.arange(6.0).reshape(2, 3), "n": [1, (2.5, None)]}, "w": torch.ones(3)}
+    module = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3)).state_dict()
+    state = {"model": {"parts": (module,)}, "nested": {"n": [1, (2.5, None)]}, "w": torch.ones(3)}
     source = saved(state, tmp_path / "dcp", planner=DefaultSavePlanner(flatten_state_dict=False))
-    assert_same_state(imported(source, tmp_path), state)
+    found = imported(source, tmp_path)
+    assert_same_state(found, state)
+    (part,) = found["model"]["parts"]
+    assert type(part) is OrderedDict
+    assert part._metadata == module._metadata
 
 
 def test_values_of_every_kind(tmp_path):
@@ -120,6 +126,7 @@ def test_values_of_every_kind(tmp_path):
         "sets": (frozenset([1, 2]), {"a"}, frozenset()),
         "numpy": (np.float64(0.1), np.arange(6, dtype=np.int16).reshape(2, 3), np.array(["ab"]), np.bool_(True)),
         "torch": (torch.Size([1, 2]), torch.nn.Parameter(torch.ones(2)), torch.arange(3)[1:]),
+        "objects": (torch.device("cuda", 1), torch.device("cpu"), torch.bfloat16),
         "nested": [{"a": (1, [2, {"b": None}])}],
     }
     found = imported(saved(state, tmp_path / "dcp"), tmp_path)
@@ -131,7 +138,9 @@ def test_values_of_every_kind(tmp_path):
     assert type(found["numpy"][0]) is np.float64
     for one, other in zip(found["numpy"][1:3], state["numpy"][1:3], strict=True):
         np.testing.assert_array_equal(np.asarray(one), other)
-    assert found["torch"][0] == (1, 2)
+    assert found["torch"][0] == torch.Size([1, 2])
+    assert type(found["torch"][0]) is torch.Size
+    assert found["objects"] == state["objects"]
     assert_same_state(list(found["torch"][1:]), [torch.ones(2), torch.tensor([1, 2])])
 
 
@@ -140,7 +149,7 @@ class Custom:
 
 
 def test_objects_of_other_classes_are_refused_or_skipped(tmp_path):
-    state = {"w": torch.ones(2), "custom": Custom(), "buffer": io.BytesIO(b"x"), "partial": {"a": torch.device("cpu")}}
+    state = {"w": torch.ones(2), "custom": Custom(), "buffer": io.BytesIO(b"x"), "partial": {"a": slice(1)}}
     source = saved(state, tmp_path / "dcp")
     with pytest.raises(UnsafeObjectError, match=r"custom: .*test_interchange_dcp\.Custom.*on_unsupported='skip'"):
         blocking.import_dcp(source, tmp_path / "out")

@@ -7,8 +7,10 @@ import logging
 import os
 import pickle
 import struct
+import subprocess
 import sys
 import zipfile
+from collections import OrderedDict
 
 import numpy as np
 import pytest
@@ -94,7 +96,6 @@ def test_nested_state(builder, source, tmp_path):
         "empty": np.empty((0, 3), np.float32),
     }
     assert_equal(imported(blocking.import_dcp, source, tmp_path), expected)
-    assert "torch" not in sys.modules or "torch" in globals()
 
 
 async def test_the_result_says_what_was_done(builder, source, tmp_path):
@@ -357,7 +358,7 @@ def test_unsupported_keys_are_skipped_where_that_is_asked_for(kind, builder, sou
             "model.extra", (0,), builder.item(archive_of(applied("torch._utils._rebuild_sparse_tensor", NONE)))
         )
     else:
-        builder.object("model.extra", archive_of(array([named("torch.float32")])), ("model", "extra"))
+        builder.object("model.extra", archive_of(array([named("torch.FloatStorage")])), ("model", "extra"))
     refused(builder, source, tmp_path, UnsafeObjectError, "model.extra", "on_unsupported='skip'")
     with caplog.at_level(logging.WARNING, "savestream"):
         info = blocking.import_dcp(source, tmp_path / "out", on_unsupported="skip")
@@ -601,11 +602,31 @@ def test_objects_with_tensors_inside(nested, builder, source, tmp_path):
     first = tensor_program("float32", (3, 4), (4, 1), count=12)
     second = tensor_program("int64", (5,), (1,), count=5, key="1")
     parameter = applied("torch._utils._rebuild_parameter", first, b"\x88", named("collections.OrderedDict") + b")R")
-    value = sequence([parameter, mapping([(text("x"), second)]), applied("torch.Size", numbers([1, 2]))])
+    value = sequence([parameter, mapping([(text("x"), second)]), named("collections.OrderedDict") + b")R"])
     builder.object("pair", archive_of(array([value]) if nested else value, members))
     builder.write(source)
-    expected = (VALUES, {"x": OTHER}, (1, 2))
+    expected = (VALUES, {"x": OTHER}, OrderedDict())
     assert_equal(imported(blocking.import_dcp, source, tmp_path), {"pair": [expected] if nested else expected})
+
+
+def test_objects_of_torch_are_recorded(builder, source, tmp_path):
+    objects = [named("torch.bfloat16"), applied("torch.Size", numbers([1, 2])), applied("torch.device", text("cpu"))]
+    objects.append(applied("torch.device", text("cuda"), number(1)))
+    builder.object("objects", archive_of(array(objects)))
+    builder.write(source)
+    states = {"torch.dtype": "bfloat16", "torch.Size": (1, 2), "torch.device": "cpu"}
+    code = "import sys; from savestream import blocking; assert 'torch' not in sys.modules\n"
+    code += "for item in blocking.load(sys.argv[1])['objects']: print(item.type_name, item.state)"
+    blocking.import_dcp(source, tmp_path / "out")
+    command = [sys.executable, "-c", code, str(tmp_path / "out")]
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
+    assert printed == [*(f"{name} {state}" for name, state in states.items()), "torch.device cuda:1"]
+
+
+@pytest.mark.parametrize("arguments", [[text("cpu; rm")], [number(1)], [text("cuda"), text("x")], []])
+def test_devices_that_are_none_are_refused(arguments, builder, source, tmp_path):
+    builder.object("w", archive_of(applied("torch.device", *arguments)))
+    refused(builder, source, tmp_path, CorruptCheckpointError, "w: ")
 
 
 def test_what_is_no_dcp_checkpoint_says_what_it_is(builder, source, tmp_path):

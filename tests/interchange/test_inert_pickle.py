@@ -193,17 +193,23 @@ def test_registered_extensions_are_not_looked_up():
 
 
 def test_state_cannot_be_set_on_anything_else():
-    for target in (b"]", b"}", named("collections.OrderedDict"), number(1)):
+    ordered = named("collections.OrderedDict")
+    for target in (b"]", b"}", ordered, number(1), named("torch.float32")):
         with pytest.raises(SavestreamError):
             read_pickle(pickled(target + mapping([(text("__class__"), number(1))]) + b"b"), VALUE_NAMES)
+    found = read_pickle(pickled(ordered + b")R" + mapping([(text("__class__"), number(1))]) + b"b"), VALUE_NAMES)
+    assert vars(found) == {}
+    with pytest.raises(UnsafeObjectError, match="sets the state"):
+        read_pickle(pickled(ordered + b")R" + number(1) + b"b"), VALUE_NAMES)
 
 
-def test_attributes_of_an_ordered_dict_are_no_entries():
-    data = pickle.loads(pickle.dumps(OrderedDict(a=1)))
-    data._metadata = {"": {"version": 1}}
-    found = read_pickle(pickle.dumps(data, 2), VALUE_NAMES)
-    assert same(found, OrderedDict(a=1))
-    assert not hasattr(found, "_metadata")
+def test_of_the_attributes_of_an_ordered_dict_only_the_metadata_of_a_state_dict_is_kept():
+    data = OrderedDict(a=1)
+    data._metadata, data.other = {"": {"version": 1}}, 3
+    for protocol in PROTOCOLS:
+        found = read_pickle(pickle.dumps(data, protocol), VALUE_NAMES)
+        assert same(found, OrderedDict(a=1))
+        assert vars(found) == {"_metadata": {"": {"version": 1}}}
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
