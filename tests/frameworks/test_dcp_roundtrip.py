@@ -269,6 +269,13 @@ def test_checkpoint_id_says_where(tmp_path: Path) -> None:
     assert not savestream.blocking.exists((memory, "a"))
 
 
+def test_one_rank_needs_no_collectives(tmp_path: Path) -> None:
+    save({"x": torch.ones(3)}, StorageWriter(tmp_path / "c"), use_collectives=False)
+    assert load({"x": torch.zeros(3)}, StorageReader(tmp_path / "c"))["x"].tolist() == [1, 1, 1]
+    with pytest.raises(UsageError, match="use_collectives=False with several ranks"):
+        StorageWriter(tmp_path / "d").set_up_storage_writer(False, rank=1, use_collectives=False)
+
+
 def test_arguments_are_checked() -> None:
     with pytest.raises(PlanError, match="no place is known"):
         StorageWriter().set_up_storage_writer(True)
