@@ -214,8 +214,9 @@ class JaxAdapter(ArrayAdapter):
 
     @functools.cached_property
     def _keeps_views(self) -> bool:
-        """Whether this release of JAX keeps in each array the view that numpy was given of it."""
-        return weakref.ref(np.asarray(self._jax.device_put(np.zeros(1, np.float32))))() is not None
+        """Whether this release of JAX keeps in an array the view that numpy was given of it."""
+        probe = self._jax.device_put(np.zeros(1, dtype_from_name("bfloat16")))  # no simple buffer of numpy's
+        return weakref.ref(np.asarray(probe))() is not None
 
     def _is_shown(self, array: Any) -> bool:
         """Whether numpy can look at the buffer as it lies there."""

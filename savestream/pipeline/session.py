@@ -220,8 +220,10 @@ async def load(
         The checkpoint's place, as for :func:`save`.
     target
         A tree to fill: arrays are filled in place and keep their identity, other leaves are replaced. What cannot be
-        filled in place (JAX arrays, tensors on the meta device) is replaced by a new array of the same kind. Without a
-        target, a new tree with the saved structure is made.
+        filled in place (JAX arrays, tensors on the meta device) is replaced by a new array of the same kind. Python
+        numbers and arrays of no dimension take each other's place, as the target has it, where no bit is lost. Nodes
+        that are registered with JAX keep their class and static data, which is not saved. Without a target, a new tree
+        with the saved structure is made.
     keys
         Load only these: a key, or a list of keys. A key selects itself and all beneath it: ``"params"`` selects
         ``params.w`` but not ``params2``. Parts are joined by dots; dots inside a part are escaped (``a\\.b``), list
