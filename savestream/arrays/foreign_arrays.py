@@ -21,7 +21,7 @@ from savestream.arrays.dtypes import dtype_itemsize, interned_dtype_name
 from savestream.arrays.elements import copy_elements
 from savestream.errors import PlanError, UnsafeObjectError
 
-__all__ = ["foreign_adapter_for"]
+__all__ = ["BufferAdapter", "DlpackAdapter", "foreign_adapter_for"]
 
 T = TypeVar("T")
 
