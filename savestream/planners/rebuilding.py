@@ -21,7 +21,7 @@ from savestream.planners.containers import (
 from savestream.planners.framework_values import adopting_form, adoption_problem
 from savestream.planners.paths import Index, Path, part_text
 from savestream.planners.recorded import RecordedEnum, class_name, index_types, rebuild_enum
-from savestream.planners.scalars import fill_number, takes_number
+from savestream.planners.scalars import array_of_number, takes_number
 from savestream.planners.structure import LeafNode, MappingNode, StateTree
 from savestream.planners.trees import node_parts
 from savestream.planners.value_encoding import encode_value_bytes
@@ -94,8 +94,8 @@ def merge_value(target: Any, saved: Any, filled: Filled | None = None) -> Any:
 
     Containers keep the target's class and identity. A sequence takes the saved length: a history that has grown since
     comes back whole. Of mappings and records, entries that only the target has stay, and those that only the saved
-    value has are ignored. A random generator takes over the saved one's state, an array of no dimension a number. Where
-    nothing can be matched, the saved value itself is the result.
+    value has are ignored. A random generator takes over the saved one's state. An array of no dimension that cannot be
+    changed is replaced by one of the saved number. Where nothing can be matched, the saved value itself is the result.
 
     ``filled`` is what earlier merges of the same load have filled. A container or generator that the target holds at
     several places stays shared where all take the same value; where they do not, the later ones get one of their own.
@@ -108,7 +108,7 @@ def merge_value(target: Any, saved: Any, filled: Filled | None = None) -> Any:
         form.adopt(target, saved)
         return target
     if takes_number(target, saved):
-        return fill_number(target, saved)
+        return array_of_number(target, saved)
     if isinstance(saved, RecordedEnum) and isinstance(target, enum.Enum):
         same = class_name(type(target)) == saved.type_name
         return rebuild_enum(type(target), saved.name, saved.value) if same else saved

@@ -2,11 +2,13 @@
 
 A jitted step makes arrays of the numbers that a new training state holds: counters, rates, flags. Such a state has to
 load into a new one, and the other way round. What the target has there decides what comes back.
+
+Only arrays that a load replaces take a number, as JAX's and those without memory are. One that would be changed where
+it lies may share its memory with other targets, which take something else.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import msgspec
@@ -17,7 +19,7 @@ from savestream.errors import SavestreamError
 from savestream.planners.metadata import Shape
 from savestream.planners.open_targets import Allocate
 
-__all__ = ["NUMBERS", "OpenNumber", "fill_number", "number_type", "takes_number"]
+__all__ = ["NUMBERS", "OpenNumber", "array_of_number", "number_type", "takes_number"]
 
 NUMBERS: frozenset[type] = frozenset({bool, int, float, complex})
 _BY_KIND = {"b": bool, "i": int, "u": int, "f": float, "c": complex}
@@ -35,12 +37,12 @@ def number_type(dtype: str, shape: Shape) -> type | None:
 
 
 def takes_number(target: Any, number: object) -> bool:
-    """Whether ``target`` is an array of no dimension that holds ``number`` exactly and can be filled."""
+    """Whether ``target`` is an array of no dimension that holds ``number`` exactly, and that a load replaces."""
     if type(number) not in NUMBERS:
         return False
     adapter = adapter_for(type(target))
     try:
-        if adapter is None or adapter.fill_problem(target) is not None:
+        if adapter is None or adapter.fill_problem(target) is not None or adapter.is_filled_in_place(target):
             return False
         info = adapter.target_info(target, "")
     except SavestreamError:
@@ -54,25 +56,20 @@ def _holds(dtype: str, number: Any) -> bool:
             element = _element(dtype, number)
     except (OverflowError, ValueError):
         return False
-    found = type(number)(element[()])
-    return bool(found == number) or (type(number) is float and math.isnan(found) and math.isnan(number))
+    return repr(type(number)(element[()])) == repr(number)  # which shows every bit, but for those of a NaN
 
 
 def _element(dtype: str, number: Any) -> HostArray:
     return np.array(number).astype(dtype_from_name(dtype))
 
 
-def fill_number(target: Any, number: Any) -> Any:
-    """The array with the number in it; the same one where it can be changed."""
+def array_of_number(target: Any, number: Any) -> Any:
+    """The array that takes the target's place, with the number in it."""
     adapter = adapter_for(type(target))
     assert adapter is not None  # noqa: S101 - what takes a number is an array
     element = _element(adapter.target_info(target, "").dtype, number)
-    memory = adapter.own_memory(target)
-    if memory is None:
-        return adapter.filled(target, [((), element)])
-    memory[...] = element
-    adapter.changed([target])
-    return target
+    boxes = adapter.target_boxes(target, "")
+    return adapter.filled(target, [((), element)] if boxes is None else [(offsets, element) for offsets, _ in boxes])
 
 
 class OpenNumber(msgspec.Struct):

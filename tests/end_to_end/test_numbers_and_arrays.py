@@ -1,4 +1,4 @@
-"""A Python number and an array of no dimension take each other's place in a target where no bit is lost."""
+"""A Python number takes the place of a saved array of no dimension where no bit is lost."""
 
 from __future__ import annotations
 
@@ -38,16 +38,6 @@ NEVER: list[tuple[Any, Any]] = [
     (1.0, np.array(1, "M8[s]")),
     (1.0, np.array(1.0, np.longdouble)),
 ]
-INEXACT: list[tuple[Any, Any]] = [
-    (300, np.array(0, "u1")),
-    (-1, np.array(0, "u8")),
-    (2**70, np.array(0)),
-    (9, np.array(0, ml_dtypes.int4)),
-    (0.1, np.array(0, "f4")),
-    (1e300, np.array(0, "f4")),
-    (16777217.0, np.array(0, "f4")),
-    (0.1j, np.array(0, "c8")),
-]
 
 
 def same(found: Any, expected: Any) -> bool:
@@ -67,15 +57,17 @@ async def test_a_number_takes_a_saved_array(number: Any, array: np.ndarray, insi
 
 
 @pytest.mark.parametrize(("number", "array"), EXACT)
-async def test_an_array_takes_a_saved_number(number: Any, array: np.ndarray, tmp_path: Path) -> None:
-    state = {"n": number, "inside": {"n": number, "m": [number, "text"]}, "w": np.ones(2)}
+async def test_an_array_that_can_be_changed_takes_no_number(number: Any, array: np.ndarray, tmp_path: Path) -> None:
+    """It may be a part of another target, or stand in several places that take different numbers."""
+    state = {"n": number, "inside": {"m": [number, "text"]}, "w": np.ones(2)}
     await savestream.save(state, tmp_path / "c")
-    own = [np.zeros_like(array) for _ in range(3)]
-    target = {"n": own[0], "inside": {"n": own[1], "m": [own[2], ""]}, "w": np.zeros(2)}
-    found = await savestream.load(tmp_path / "c", target)
-    assert found["n"] is own[0]
-    assert found["inside"]["m"] == [own[2], "text"]
-    assert all(same(filled, array) for filled in own)
+    own = [np.zeros_like(array), np.zeros_like(array)]
+    target = {"n": own[0], "inside": {"m": [own[1], ""]}, "w": np.zeros(2)}
+    with pytest.raises(LoadMismatchError) as error:
+        await savestream.load(tmp_path / "c", target)
+    assert [line.split(":")[0] for line in error.value.problems] == ["n", "inside.m[0]"]
+    assert not target["w"].any()
+    assert all(filled.tobytes() == np.zeros_like(array).tobytes() for filled in own)
 
 
 @pytest.mark.parametrize(("number", "array"), NEVER)
@@ -89,25 +81,6 @@ async def test_another_kind_never_takes_its_place(number: Any, array: np.ndarray
             await savestream.load(tmp_path / "number", {"a": {"n": array}}, cast=cast)
 
 
-@pytest.mark.parametrize(("number", "array"), INEXACT)
-async def test_a_number_that_would_lose_bits_is_refused(number: Any, array: np.ndarray, tmp_path: Path) -> None:
-    await savestream.save({"n": number, "w": np.ones(1)}, tmp_path / "c")
-    target = {"n": array, "w": np.zeros(1)}
-    before = array.tobytes()
-    with pytest.raises(LoadMismatchError, match="n: the checkpoint has a plain value, the target an array"):
-        await savestream.load(tmp_path / "c", target)
-    assert array.tobytes() == before
-    assert not target["w"].any()
-
-
-async def test_a_read_only_array_is_refused(tmp_path: Path) -> None:
-    await savestream.save({"n": 1, "w": np.ones(1)}, tmp_path / "c")
-    target = {"n": np.array(0), "w": np.zeros(1)}
-    target["n"].flags.writeable = False
-    with pytest.raises(LoadMismatchError, match="n: "):
-        await savestream.load(tmp_path / "c", target)
-
-
 async def test_only_what_was_asked_for_is_replaced(tmp_path: Path) -> None:
     await savestream.save({"a": np.array(1), "b": np.array(2), "w": np.ones(3)}, tmp_path / "c")
     target = {"a": 0, "b": 0}
@@ -117,6 +90,4 @@ async def test_only_what_was_asked_for_is_replaced(tmp_path: Path) -> None:
 
 async def test_sequences_of_numbers_and_arrays(tmp_path: Path) -> None:
     await savestream.save({"t": (np.array(1), 2, np.array(0.5, "f4"))}, tmp_path / "c")
-    found = await savestream.load(tmp_path / "c", {"t": (0, np.array(0), 0.0)})
-    assert (found["t"][0], int(found["t"][1]), found["t"][2]) == (1, 2, 0.5)
-    assert isinstance(found["t"][1], np.ndarray)
+    assert await savestream.load(tmp_path / "c", {"t": (0, 0, 0.0)}) == {"t": (1, 2, 0.5)}

@@ -1,0 +1,105 @@
+"""Targets whose memory other targets share, in part or whole, and targets that a load replaces."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+from savestream import LoadMismatchError, blocking
+
+# --- arrays of no dimension for numbers ---
+
+
+EXACT: list[tuple[Any, torch.dtype]] = [
+    (True, torch.bool),
+    *[(7, dtype) for dtype in (torch.int8, torch.uint8, torch.int32, torch.int64)],
+    (-(2**63), torch.int64),
+    (2**64 - 1, torch.uint64),
+    *[(-1.5, dtype) for dtype in (torch.float16, torch.float32, torch.float64, torch.bfloat16, torch.float8_e5m2)],
+    (0.1, torch.float64),
+    (-0.0, torch.float32),
+    (-0.0, torch.float8_e4m3fn),
+    (0.0, torch.float8_e4m3fnuz),
+    (math.inf, torch.float16),
+    (math.nan, torch.float32),
+    (1 - 2j, torch.complex64),
+    (complex(-0.0, 0.0), torch.complex64),
+]
+INEXACT: list[tuple[Any, torch.dtype]] = [
+    (300, torch.uint8),
+    (-1, torch.uint64),
+    (2**70, torch.int64),
+    (0.1, torch.float32),
+    (1e300, torch.float32),
+    (16777217.0, torch.float32),
+    (0.1j, torch.complex64),
+    (-0.0, torch.float8_e4m3fnuz),  # which has no such zero
+    (-0.0, torch.float8_e5m2fnuz),
+    (1, torch.float32),
+    (1.0, torch.int64),
+]
+
+
+@pytest.mark.parametrize(("number", "dtype"), EXACT)
+def test_a_target_without_memory_takes_a_number(number: Any, dtype: torch.dtype, tmp_path: Path) -> None:
+    blocking.save({"n": number, "inside": [number, "text"], "w": torch.ones(2)}, tmp_path / "c")
+    target = {"n": torch.empty((), dtype=dtype, device="meta"), "w": torch.zeros(2)}
+    target["inside"] = [target["n"], ""]
+    loaded = blocking.load(tmp_path / "c", target)
+    for found in (loaded["n"], loaded["inside"][0]):
+        assert (found.dtype, found.shape, found.is_cpu) == (dtype, torch.Size(()), True)
+        assert repr(type(number)(found.item())) == repr(number)
+    assert loaded["n"].data_ptr() != loaded["inside"][0].data_ptr()
+
+
+@pytest.mark.parametrize(("number", "dtype"), INEXACT)
+def test_a_number_that_would_lose_bits_is_refused(number: Any, dtype: torch.dtype, tmp_path: Path) -> None:
+    blocking.save({"n": number, "w": torch.ones(1)}, tmp_path / "c")
+    target = {"n": torch.empty((), dtype=dtype, device="meta"), "w": torch.zeros(1)}
+    with pytest.raises(LoadMismatchError, match="n: the checkpoint has a plain value, the target an array"):
+        blocking.load(tmp_path / "c", target)
+    assert not target["w"].any()
+
+
+def test_one_array_of_jax_takes_different_numbers(tmp_path: Path) -> None:
+    blocking.save({"a": 1, "b": [2, 3], "w": np.ones(2)}, tmp_path / "c")
+    zero = jax.numpy.zeros((), "int32")
+    loaded = blocking.load(tmp_path / "c", {"a": zero, "b": [zero, zero], "w": np.zeros(2)})
+    found = [loaded["a"], *loaded["b"]]
+    assert [(int(array), array.dtype, array.weak_type) for array in found] == [
+        (number, np.int32, False) for number in (1, 2, 3)
+    ]
+    assert int(zero) == 0
+
+
+def test_a_number_is_placed_on_all_devices(tmp_path: Path) -> None:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(8), ("x",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    blocking.save({"n": 7, "w": np.ones(2)}, tmp_path / "c")
+    zero = jax.device_put(jax.numpy.zeros((), "int32"), sharding)
+    found = blocking.load(tmp_path / "c", {"n": zero, "w": np.zeros(2)})["n"]
+    assert found.sharding == sharding
+    assert [int(shard.data) for shard in found.addressable_shards] == [7] * 8
+
+
+def test_no_number_is_written_into_memory_that_targets_share(tmp_path: Path) -> None:
+    blocking.save({"a": 1.0, "b": 2.0, "w": np.arange(3.0)}, tmp_path / "c")
+    blocking.save([1, 2], tmp_path / "list")
+    shared, whole = torch.zeros((), dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    counter = torch.tensor(0)
+    for place, target in (
+        ("c", {"a": shared, "b": shared, "w": np.zeros(3)}),
+        ("c", {"a": whole[0], "b": 2.0, "w": whole}),
+        ("list", [counter, counter]),
+    ):
+        with pytest.raises(LoadMismatchError, match="the checkpoint has a plain value, the target an array"):
+            blocking.load(tmp_path / place, target)
+    assert not shared
+    assert not whole.any()
+    assert not counter
