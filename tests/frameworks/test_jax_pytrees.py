@@ -339,14 +339,16 @@ async def test_numpy_arrays_in_nodes_are_filled_in_place(tmp_path: Path) -> None
 
 
 # --- what cannot be named ---
+# Parameters of tests are made of numpy arrays: an array of JAX's would start its threads while tests are collected, and
+# JAX warns of every fork from then on.
 
 
 def dict_keys(*keys: Any) -> list[tuple[Any, Any]]:
-    return [(tree_util.DictKey(key), jnp.ones(1) * number) for number, key in enumerate(keys)]
+    return [(tree_util.DictKey(key), np.full(1, number)) for number, key in enumerate(keys)]
 
 
 def names(*keys: str) -> list[tuple[Any, Any]]:
-    return [(tree_util.GetAttrKey(key), jnp.ones(1) * number) for number, key in enumerate(keys)]
+    return [(tree_util.GetAttrKey(key), np.full(1, number)) for number, key in enumerate(keys)]
 
 
 @pytest.mark.parametrize("pairs", [dict_keys("a", "a"), dict_keys(1, True), names("w", "w"), names("w", "b", "w")])
