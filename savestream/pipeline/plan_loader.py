@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from savestream.arrays import HostArray, adapter_of
-from savestream.errors import PlanError
+from savestream.arrays import HostArray
 from savestream.events import LoadStarted, notify
 from savestream.pipeline.buffers import allocate_array
 from savestream.pipeline.open_checkpoint import ChunkLocation, OpenCheckpoint
@@ -22,6 +21,7 @@ from savestream.pipeline.reader import (
     preferred_range_bytes,
     read_ranges,
 )
+from savestream.pipeline.resolved_boxes import ResolvedBoxes
 from savestream.pipeline.stage_clock import StageClock
 from savestream.planners.base import LoadPlanner
 from savestream.planners.default import DefaultLoadPlanner
@@ -62,17 +62,21 @@ class PlanLoader:
     async def read(self, plan: LoadPlan) -> None:
         """Read values first, since they may still show a mismatch; then fill every array."""
         tensors, opaque, inline = await run_in_worker(self._sort, plan)
-        arrays = await run_in_worker(_resolve_all, self._planner, tensors)
+        boxes = await run_in_worker(self._resolve, tensors)
         data = [allocate_array(np.dtype(np.uint8), self._chunk(item).sizes) for item in opaque]
         values_read = await run_in_worker(self._plan_reads, opaque, data)
-        tensors_read = await run_in_worker(self._plan_reads, tensors, arrays)
+        tensors_read = await run_in_worker(self._plan_reads, tensors, boxes.memories)
         self.stored_bytes = values_read.stored_bytes + tensors_read.stored_bytes
-        self.raw_bytes = sum(array.nbytes for array in [*arrays, *data])
+        self.raw_bytes = sum(array.nbytes for array in [*boxes.memories, *data])
         notify(self._clock.observer, LoadStarted(self._checkpoint.place, len(plan.items), self.raw_bytes))
         await self._read(values_read)
         await run_in_worker(self._load_values, inline, list(zip(opaque, data, strict=True)))
+        await run_in_worker(boxes.begin)
         await self._read(tensors_read)
-        await run_in_worker(_commit_tensors, self._planner, tensors, arrays)
+        await run_in_worker(boxes.commit)
+
+    def _resolve(self, items: Sequence[ReadItem]) -> ResolvedBoxes:
+        return ResolvedBoxes(self._planner, items, lambda item: self._chunk(item).dtype)
 
     def _sort(self, plan: LoadPlan) -> tuple[list[ReadItem], list[ReadItem], list[ReadItem]]:
         inline_names = set(self._checkpoint.root.plan.value_names)
@@ -126,30 +130,6 @@ class PlanLoader:
             planner.load_bytes(item, io.BytesIO(data.tobytes()))
         if isinstance(planner, DefaultLoadPlanner):
             planner.check_values()
-
-
-def _commit_tensors(planner: LoadPlanner, items: Sequence[ReadItem], arrays: Sequence[HostArray]) -> None:
-    if type(planner).commit_tensor is not DefaultLoadPlanner.commit_tensor:
-        for item, array in zip(items, arrays, strict=True):
-            planner.commit_tensor(item, array)
-
-
-def _resolve_all(planner: LoadPlanner, items: Sequence[ReadItem]) -> list[HostArray]:
-    if isinstance(planner, DefaultLoadPlanner):
-        return planner.resolve_tensors(items)
-    return [_writable_view(planner, item) for item in items]
-
-
-def _writable_view(planner: LoadPlanner, item: ReadItem) -> HostArray:
-    array = planner.resolve_tensor(item)
-    memory = adapter_of(array).own_memory(array)
-    if memory is None:
-        raise PlanError(
-            f"{item.dest_index.fqn}: {type(planner).__qualname__}.resolve_tensor returned an array of "
-            f"{type(array).__qualname__} that has no memory a load could fill; return a numpy buffer, "
-            "and put it in place in commit_tensor"
-        )
-    return memory
 
 
 def part_ranges(

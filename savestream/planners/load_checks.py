@@ -32,7 +32,7 @@ from savestream.planners.scalars import NUMBERS, OpenNumber
 from savestream.planners.sharding import ShardedArray, shard_array, shard_chunks, shard_dtype
 from savestream.planners.target_memory import TargetArray, examine_targets
 
-__all__ = ["LoadRequest", "TargetChecker"]
+__all__ = ["LoadRequest", "TargetChecker", "is_castable"]
 
 _NUMERIC_KINDS = frozenset("biufc")
 
@@ -226,7 +226,7 @@ class TargetChecker:
         if shape != entry.size:
             self.shape_mismatches.append(f"{name} (checkpoint {entry.size}, target {shape})")
         stored = entry.properties.dtype
-        if dtype != stored and not (self._request.cast and _castable(stored, dtype)):
+        if dtype != stored and not (self._request.cast and is_castable(stored, dtype)):
             self.dtype_mismatches.append(f"{name} (checkpoint {stored}, target {dtype})")
 
     def _check_memory(self) -> None:
@@ -252,7 +252,7 @@ class TargetChecker:
                     opened.mark_repeated(box)
 
 
-def _castable(stored: str, wanted: str) -> bool:
+def is_castable(stored: str, wanted: str) -> bool:
     """Whether a conversion between two dtypes makes sense: numbers to numbers, never from complex to real."""
     if is_opaque_dtype(stored) or is_opaque_dtype(wanted):
         return False

@@ -9,13 +9,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from savestream.arrays import host_view
 from savestream.errors import CorruptCheckpointError, LoadMismatchError, PlanError
 from savestream.planners.alignment import UNKNOWN, Alignment, align_state_dict, compare_value
 from savestream.planners.base import LoadPlanner
-from savestream.planners.geometry import narrow
 from savestream.planners.load_checks import LoadRequest, TargetChecker
-from savestream.planners.load_plans import create_default_global_load_plan, create_read_items, value_read_item
+from savestream.planners.load_plans import box_of, create_default_global_load_plan, plan_reads
 from savestream.planners.metadata import (
     BytesStorageMetadata,
     Metadata,
@@ -30,7 +28,7 @@ from savestream.planners.rebuilding import Filled, merge_value, pick, rebuild_in
 from savestream.planners.scalars import OpenNumber, number_type
 from savestream.planners.sharding import shard_array
 from savestream.planners.structure import LeafNode, MappingNode, StateTree
-from savestream.planners.trees import tree_from_names, tree_mappings
+from savestream.planners.trees import flat_keys, tree_from_names, tree_mappings
 from savestream.planners.value_decoding import decode_value, decode_value_bytes, unpickle_object
 
 __all__ = ["DefaultLoadPlanner", "create_default_local_load_plan"]
@@ -110,7 +108,7 @@ class DefaultLoadPlanner(LoadPlanner):
         data = metadata.planner_data if isinstance(metadata.planner_data, PlannerData) else PlannerData()
         names = list(metadata.state_dict_metadata)
         if not self.flatten_state_dict:
-            self._tree = MappingNode("dict", _flat_keys(names, data.mappings), tuple(map(LeafNode, names)))
+            self._tree = MappingNode("dict", flat_keys(names, data.mappings), tuple(map(LeafNode, names)))
         else:
             self._tree = data.tree if data.tree is not None else tree_from_names(names)
         same = self.flatten_state_dict and data.tree is not None and data.mappings
@@ -143,20 +141,7 @@ class DefaultLoadPlanner(LoadPlanner):
         self._in_place = {name: targets[name] for name in checker.memories}
         opened = {name: target.open(self._allocate) for name, target in self._open.items()}
         self.state_dict = {**targets, **checker.memories, **opened}
-        return LoadPlan(self._read_items(targets, checker))
-
-    def _read_items(self, targets: Mapping[str, Any], checker: TargetChecker) -> list[ReadItem]:
-        entries = self._metadata().state_dict_metadata
-        items: list[ReadItem] = []
-        for name in targets:
-            entry = entries[name]
-            if isinstance(entry, TensorStorageMetadata):
-                items += create_read_items(name, entry, checker.boxes[name])
-            else:
-                items.append(value_read_item(name))
-        if checker.repeated:
-            items = [item for item in items if (item.dest_index.fqn, item.dest_index.offset) not in checker.repeated]
-        return items
+        return LoadPlan(plan_reads(metadata, targets, checker.boxes, checker.repeated))
 
     def _select(self, selection: Selection | None) -> set[str] | None:
         """Names at or beneath the keys, and the values into which keys lead."""
@@ -287,14 +272,17 @@ class DefaultLoadPlanner(LoadPlanner):
         return leaf
 
     def transform_tensor(self, read_item: ReadItem, tensor: Any) -> Any:
-        """What is filled instead of the target's box; a subclass may return another writable array."""
+        """What is filled instead of the target's box.
+
+        A subclass may return another writable array of the box's shape, numpy's or another framework's. Without
+        ``cast`` its dtype is the stored one.
+        """
         del read_item
         return tensor
 
     def resolve_tensor(self, read_item: ReadItem) -> Any:
-        """A writable numpy view of exactly the box to fill."""
-        whole = host_view(self.lookup_tensor(read_item.dest_index))
-        return self.transform_tensor(read_item, narrow(whole, read_item.dest_offsets, read_item.lengths))
+        """A writable view of exactly the box to fill: numpy's, unless a subclass looks up or returns another array."""
+        return self.transform_tensor(read_item, box_of(self.lookup_tensor(read_item.dest_index), read_item))
 
     def resolve_tensors(self, read_items: Iterable[ReadItem]) -> list[Any]:
         """:meth:`resolve_tensor` of many items, quick where nothing is overridden and whole arrays are filled."""
@@ -378,17 +366,6 @@ class DefaultLoadPlanner(LoadPlanner):
         if self.metadata is None:
             raise PlanError(f"{type(self).__name__} needs the checkpoint's metadata; pass it to set_up_planner")
         return self.metadata
-
-
-def _flat_keys(names: Sequence[str], mappings: Mapping[str, Path]) -> tuple[str, ...]:
-    """The keys of a state that is not flattened: a top-level str key as it stands, or else the name of the leaf."""
-    keys: dict[str, None] = {}
-    taken = set(names)
-    for name in names:
-        path = mappings.get(name, ())
-        key = path[0] if len(path) == 1 else None
-        keys[key if isinstance(key, str) and key not in taken else name] = None
-    return tuple(keys)
 
 
 def create_default_local_load_plan(state_dict: dict[str, Any], metadata: Metadata, strict: bool = True) -> LoadPlan:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
-from savestream.errors import CorruptCheckpointError
-from savestream.planners.geometry import match_boxes
-from savestream.planners.metadata import ChunkStorageMetadata, MetadataIndex, Shape, TensorStorageMetadata
+import numpy as np
+
+from savestream.errors import CorruptCheckpointError, PlanError
+from savestream.planners.geometry import match_boxes, narrow
+from savestream.planners.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, Shape, TensorStorageMetadata
 from savestream.planners.plan import LoadItemType, LoadPlan, ReadItem
 from savestream.planners.validation import check_chunks, is_whole
 
-__all__ = ["create_default_global_load_plan", "create_read_items", "same_storage", "value_read_item"]
+__all__ = [
+    "box_of",
+    "create_default_global_load_plan",
+    "create_read_items",
+    "plan_reads",
+    "same_storage",
+    "value_read_item",
+]
 
 
 def create_read_items(
@@ -81,3 +91,36 @@ def same_storage(first: str, second: str, entries: Mapping[str, object], storage
 def create_default_global_load_plan(all_plans: list[LoadPlan]) -> list[LoadPlan]:
     """Each rank reads what it planned."""
     return all_plans
+
+
+def plan_reads(
+    metadata: Metadata,
+    targets: Iterable[str],
+    boxes: Mapping[str, Sequence[ChunkStorageMetadata]],
+    repeated: Collection[tuple[str, Shape | None]],
+) -> list[ReadItem]:
+    """The reads of all targets; none for the ``(name, offset)`` that are ``repeated``, filled through another leaf."""
+    items: list[ReadItem] = []
+    for name in targets:
+        entry = metadata.state_dict_metadata[name]
+        if isinstance(entry, TensorStorageMetadata):
+            items += create_read_items(name, entry, boxes[name])
+        else:
+            items.append(value_read_item(name))
+    if repeated:
+        items = [item for item in items if (item.dest_index.fqn, item.dest_index.offset) not in repeated]
+    return items
+
+
+def box_of(found: Any, item: ReadItem) -> Any:
+    """The item's box of what was looked up. A view of it, so never numpy's of a copy that another framework made."""
+    if isinstance(found, np.ndarray):
+        return narrow(np.asarray(found), item.dest_offsets, item.lengths)
+    if not any(item.dest_offsets) and tuple(getattr(found, "shape", ())) == item.lengths:
+        return found
+    try:
+        return narrow(found, item.dest_offsets, item.lengths)
+    except Exception as error:  # whatever another library says of it
+        key, kind = item.dest_index.fqn, f"{type(found).__module__}.{type(found).__qualname__}"
+        problem = f"a box of a {kind} at {item.dest_offsets} of sizes {item.lengths} cannot be had"
+        raise PlanError(f"{key}: {problem}: {type(error).__name__}: {error}") from error

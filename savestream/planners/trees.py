@@ -14,6 +14,7 @@ from savestream.planners.structure import LeafNode, MappingNode, RecordNode, Seq
 from savestream.planners.value_encoding import MAXIMUM_DEPTH
 
 __all__ = [
+    "flat_keys",
     "leaf_names",
     "merge_trees",
     "node_parts",
@@ -284,3 +285,14 @@ def _prune(node: StateTree, keep: Collection[str]) -> StateTree | None:
         return msgspec.structs.replace(node, children=children)
     names: Mapping[int, object] = dict(enumerate(node.fields)) if isinstance(node, RecordNode) else {}
     return MappingNode("dict", tuple([names.get(number, number) for number, _ in kept]), children)
+
+
+def flat_keys(names: Sequence[str], mappings: Mapping[str, Path]) -> tuple[str, ...]:
+    """The keys of a state that is not flattened: a top-level str key as it stands, or else the name of the leaf."""
+    keys: dict[str, None] = {}
+    taken = set(names)
+    for name in names:
+        path = mappings.get(name, ())
+        key = path[0] if len(path) == 1 else None
+        keys[key if isinstance(key, str) and key not in taken else name] = None
+    return tuple(keys)
