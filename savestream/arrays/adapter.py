@@ -12,10 +12,18 @@ import numpy as np
 
 from savestream.arrays.elements import HostArray, as_plain_elements, copy_elements
 
-__all__ = ["ArrayAdapter", "ArrayInfo", "Box", "HostArray", "Shape"]
+__all__ = ["ArrayAdapter", "ArrayInfo", "Box", "HostArray", "Layout", "Shape", "effective_strides"]
 
 Shape: TypeAlias = tuple[int, ...]
 Box: TypeAlias = tuple[Shape, Shape]  # offsets and sizes, in elements
+Layout: TypeAlias = tuple[str, Shape, Shape, str]  # dtype, shape, effective strides and variant
+
+
+def effective_strides(shape: Shape, strides: Shape) -> Shape:
+    """The strides, with 0 for each axis of one element: nothing is that step away, so any number may stand there."""
+    if 1 not in shape:
+        return strides
+    return tuple([0 if size == 1 else stride for size, stride in zip(shape, strides, strict=True)])
 
 
 class ArrayInfo(msgspec.Struct, frozen=True, gc=False):
@@ -42,6 +50,11 @@ class ArrayInfo(msgspec.Struct, frozen=True, gc=False):
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.itemsize
+
+    @property
+    def layout(self) -> Layout:
+        """Equal for arrays that are the same elements where they begin at the same address."""
+        return self.dtype, self.shape, effective_strides(self.shape, self.strides), self.variant
 
 
 class ArrayAdapter(abc.ABC):

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from savestream.arrays.adapter import ArrayAdapter, ArrayInfo, HostArray, Shape
+from savestream.arrays.adapter import ArrayAdapter, ArrayInfo, HostArray, Shape, effective_strides
 from savestream.arrays.dtypes import OPAQUE_DTYPES, dtype_from_name
 from savestream.arrays.elements import copy_elements
 from savestream.arrays.memory_views import view_of_memory
@@ -330,7 +330,8 @@ class TorchAdapter(ArrayAdapter):
         if array.device.type != "meta" or not array.numel():
             return None
         storage = array.untyped_storage()._cdata
-        return storage, array.storage_offset(), tuple(array.shape), array.stride(), array.dtype
+        shape = tuple(array.shape)
+        return storage, array.storage_offset(), shape, effective_strides(shape, array.stride()), array.dtype
 
     def changed(self, arrays: Sequence[Any]) -> None:
         tracked = [array for array in arrays if not array.is_inference()]  # inference tensors have no version

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from savestream.arrays import ArrayInfo
+from savestream.arrays import ArrayInfo, HostArray
+from savestream.arrays.adapter import Layout, effective_strides
 from savestream.arrays.dtypes import interned_dtype_name
 from savestream.planners.flattening import ARRAY, SHARDED, FlatState
 
@@ -38,20 +39,21 @@ def alias_partition(flat: FlatState) -> dict[int, int]:
 
 def _join_frameworks(flat: FlatState, aliases: dict[int, int]) -> None:
     """Add what is an array of numpy's and a leaf of another framework at once, as a tensor and its ``numpy()`` are."""
-    described, tied = flat.described_arrays(), {}
-    places: dict[tuple[Any, ...], int] = {}
+    described = flat.described_arrays()
+    places: dict[tuple[int, Layout], list[int]] = {}
     for position, first, address in zip(described.positions, described.firsts, described.addresses, strict=True):
         info = described.infos[first]
-        if address and info.nbytes and not info.variant:
-            places.setdefault((address, info.dtype, info.shape, info.strides), aliases.get(position, position))
+        if address and info.nbytes and not info.variant and position not in aliases:
+            places.setdefault((address, info.layout), []).append(position)
     for position, leaf in enumerate(flat.leaves):
         if type(leaf) is np.ndarray and flat.kinds[position] == ARRAY and position not in aliases:
-            address, name = leaf.__array_interface__["data"][0], interned_dtype_name(leaf.dtype)
-            other = places.get((address, name, leaf.shape, leaf.strides))
-            if other is not None:
-                tied[max(position, other)] = min(position, other)
+            name, strides = interned_dtype_name(leaf.dtype), effective_strides(leaf.shape, leaf.strides)
+            partners = places.get((_address(leaf), (name or "", leaf.shape, strides, "")))
+            if partners is not None:
+                partners.append(position)
+    tied = {position: min(partners) for partners in places.values() for position in partners}
     aliases.update({position: tied.get(first, first) for position, first in aliases.items()})
-    aliases.update(tied)
+    aliases.update({position: first for position, first in tied.items() if position != first})
 
 
 def _other_aliases(flat: FlatState) -> dict[int, int]:
@@ -73,33 +75,52 @@ def _other_aliases(flat: FlatState) -> dict[int, int]:
 
 
 def _numbered(infos: dict[int, ArrayInfo]) -> dict[int, int]:
-    """A number for each description, equal for equal ones."""
-    numbers: dict[ArrayInfo, int] = {}
-    return {position: numbers.setdefault(info, len(numbers)) for position, info in infos.items()}
+    """A number for each description, equal for those of equal layout."""
+    numbers: dict[Layout, int] = {}
+    return {position: numbers.setdefault(info.layout, len(numbers)) for position, info in infos.items()}
 
 
 def _numpy_aliases(flat: FlatState) -> dict[int, int]:
+    """Aliases among numpy's arrays. An array's base does not tell whose memory it is: several may lie over the same."""
     aliases: dict[int, int] = {}
     first_of: dict[int, int] = {}
     groups: dict[Any, list[int]] = {}
     for position, leaf in enumerate(flat.leaves):
         if type(leaf) is not np.ndarray or flat.kinds[position] != ARRAY:
             continue
-        if leaf.size:
-            base = leaf if leaf.base is None else leaf.base
-            groups.setdefault((id(base), leaf.dtype, leaf.shape, leaf.strides), []).append(position)
-        elif (first := first_of.setdefault(id(leaf), position)) != position:
+        if (first := first_of.setdefault(id(leaf), position)) != position:
             aliases[position] = first
+        elif leaf.size:
+            strides = effective_strides(leaf.shape, leaf.strides)
+            groups.setdefault((leaf.dtype, leaf.shape, strides), []).append(position)
     for group in groups.values():
         if len(group) > 1:
-            _split_by_address(flat, group, aliases)
+            _split_by_memory(flat, group, aliases)
     return aliases
 
 
-def _split_by_address(flat: FlatState, group: list[int], aliases: dict[int, int]) -> None:
-    by_address: dict[int, int] = {}
+def _split_by_memory(flat: FlatState, group: list[int], aliases: dict[int, int]) -> None:
+    """Find aliases among arrays that differ in nothing but where they begin."""
+    memories: dict[int | None, list[int]] = {}
     for position in group:
-        address = flat.leaves[position].__array_interface__["data"][0]
-        first = by_address.setdefault(address, position)
-        if first != position:
-            aliases[position] = first
+        memories.setdefault(_owner(flat.leaves[position]), []).append(position)
+    for positions in [group] if None in memories else memories.values():
+        if len(positions) > 1:
+            by_address: dict[int, int] = {}
+            for position in positions:
+                first = by_address.setdefault(_address(flat.leaves[position]), position)
+                if first != position:
+                    aliases[position] = first
+
+
+def _owner(array: HostArray) -> int | None:
+    """Which of numpy's arrays has the memory; None where something else has it, of which anything may be a part."""
+    base = array.base
+    if base is None:
+        return id(array)
+    return id(base) if type(base) is np.ndarray and base.base is None else None
+
+
+def _address(array: HostArray) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address

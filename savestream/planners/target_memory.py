@@ -32,7 +32,7 @@ def examine_targets(targets: Sequence[TargetArray]) -> tuple[list[tuple[int, int
     Returns
     -------
     ties
-        Pairs of positions ``(first, later)`` whose memory, dtype, shape and strides are the same.
+        Pairs of positions ``(first, later)`` whose memory and :attr:`~savestream.arrays.ArrayInfo.layout` are the same.
     problems
         ``(position, message)`` for each array that overlaps itself, or a part of another.
     """
@@ -49,7 +49,7 @@ def examine_targets(targets: Sequence[TargetArray]) -> tuple[list[tuple[int, int
     ties: list[tuple[int, int]] = []
     first_of: dict[tuple[Any, ...], int] = {}
     for position, span in enumerate(spans):
-        key = (span.address, span.info.dtype, span.info.shape, span.info.strides, span.info.variant)
+        key = (span.address, span.info.layout)
         if span.info.nbytes and (first := first_of.setdefault(key, position)) != position:
             ties.append((first, position))
     wrong = {position for position, _ in problems}

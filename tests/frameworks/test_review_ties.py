@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from savestream import LoadMismatchError, blocking
+from savestream import LoadMismatchError, SaveOptions, blocking
 
 # --- arrays of no dimension for numbers ---
 
@@ -103,3 +103,55 @@ def test_no_number_is_written_into_memory_that_targets_share(tmp_path: Path) -> 
     assert not shared
     assert not whole.any()
     assert not counter
+
+
+# --- one memory in several guises ---
+
+
+class Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(8, 4)
+        self.head = torch.nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def saved_bytes(state: Any, place: Path) -> int:
+    return blocking.save(state, place, options=SaveOptions(compression="none")).statistics.raw_bytes
+
+
+def test_numpy_arrays_over_tied_weights_are_stored_once(tmp_path: Path) -> None:
+    model = Tied()
+    weight = model.embedding.weight.detach()
+    before = weight.clone()
+    state = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+    guises = {
+        "numpy": state,
+        "with another": {**state, "other": torch.ones(0)},
+        "dlpack": [np.from_dlpack(weight), np.from_dlpack(weight)],
+        "numpy first": [*state.values(), weight, weight[:]],
+        "torch first": [weight, *state.values(), weight[:], weight.numpy()],
+        "in between": [state["head.weight"], weight, weight.numpy(), torch.from_numpy(state["head.weight"])],
+        "one axis more": [weight.numpy()[None], weight[None], torch.as_strided(weight, (1, 8, 4), (1, 4, 1))],
+        "all axes more": [weight.numpy().reshape(1, 8, 4), torch.as_strided(weight, (1, 8, 4), (7, 4, 1))],
+    }
+    for name, guise in guises.items():
+        assert saved_bytes(guise, tmp_path / name) == weight.nbytes
+        with torch.no_grad():
+            weight.zero_()
+        blocking.load(tmp_path / name, guise)
+        assert torch.equal(weight, before)
+    blocking.load(tmp_path / "numpy", model.state_dict())
+    assert torch.equal(weight, before)
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_strides_of_axes_of_one_element_do_not_count(contiguous: bool, tmp_path: Path) -> None:
+    row = torch.arange(5.0)
+    other = torch.zeros(3, 4) if contiguous else torch.zeros(4, 3).t()
+    state = {"a": row.view(1, 5), "b": torch.as_strided(row, (1, 5), (1, 1)), "other": other}
+    assert state["a"].stride() != state["b"].stride()
+    assert saved_bytes(state, tmp_path / "c") == row.nbytes + other.nbytes
+    row.zero_()
+    blocking.load(tmp_path / "c", state)
+    assert row.tolist() == [0, 1, 2, 3, 4]
