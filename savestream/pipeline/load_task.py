@@ -23,7 +23,7 @@ from savestream.planners.metadata import Metadata
 from savestream.planners.paths import select_names
 from savestream.planners.plan import LoadPlan
 from savestream.storage_backends import Location
-from savestream.threads import run_in_worker
+from savestream.threads import forget_frames, run_in_worker
 
 __all__ = ["LoadRequest", "LoadTask"]
 
@@ -55,15 +55,23 @@ class LoadTask:
         request = self._request
         try:
             with exclusive(request.planner):
-                return await following_overwrites(request.location, self._run_once)
+                try:
+                    return await following_overwrites(request.location, self._run_once)
+                finally:
+                    if isinstance(request.planner, DefaultLoadPlanner):
+                        request.planner.release_target()  # while it serves this load
         except LoadMismatchError as error:
             error.source = describe(request.location)
             error.hint = suggest_keys(error.missing, self._names)
             notify(request.observer, OperationFailed("load", error.source, repr(error)))
+            forget_frames(error)
             raise
         except BaseException as error:
             notify(request.observer, OperationFailed("load", describe(request.location), repr(error)))
+            forget_frames(error)
             raise
+        finally:
+            request.target = None  # an error's traceback that outlives the load keeps none of its memory
 
     async def _run_once(self, checkpoint: OpenCheckpoint) -> object:
         request = self._request

@@ -100,6 +100,7 @@ class EmptyStateDictLoadPlanner(DefaultLoadPlanner):
         leaves = {**self._converted(), **self._loaded}
         for name, inner in self._inside.items():
             leaves[name] = nest_picked(self._loaded[name], inner)
+        self.state_dict, self._loaded = leaves, {}
         built = rebuild_from_tree(self._tree, leaves, types=self.types)
         if type(built) is dict and type(self.original_state_dict) is dict:
             self.original_state_dict.update(built)

@@ -80,7 +80,7 @@ class DefaultLoadPlanner(LoadPlanner):
         self.types = tuple(types)
         self.allow_pickle = allow_pickle
         self.is_coordinator = False
-        self.state_dict: dict[str, Any] = {}  # the target's leaves by name, once the plan is made
+        self.state_dict: dict[str, Any] = {}  # what is filled, by name, once the plan is made; the leaves at the end
         self.original_state_dict: Any = None
         self.metadata: Metadata | None = None
         self._tree: StateTree = MappingNode("dict", (), ())
@@ -360,7 +360,15 @@ class DefaultLoadPlanner(LoadPlanner):
                 leaves[name] = target
             else:
                 leaves[name] = merge_value(target, value, filled)
+        self.state_dict = leaves  # views of memory that its owner may free stay nowhere
+        self._loaded, self._open, self._in_place = {}, {}, {}
         return rebuild_into(self.original_state_dict, self._tree, leaves)
+
+    def release_target(self) -> None:
+        """Let go of the target and of all views of its memory; the planner can be set up again."""
+        self.original_state_dict = None
+        self.state_dict = {}
+        self._loaded, self._inside, self._open, self._in_place = {}, {}, {}, {}
 
     def _metadata(self) -> Metadata:
         if self.metadata is None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import io
+import weakref
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,7 +13,8 @@ import pytest
 import torch
 from torch_training_support import fresh_place
 
-from savestream import DefaultLoadPlanner, PlanError, ShardedArray, blocking
+from savestream import CorruptCheckpointError, DefaultLoadPlanner, PlanError, SaveOptions, ShardedArray, blocking
+from savestream.planners import LoadItemType
 
 SOURCE = {"w": torch.arange(8.0), "z": torch.complex(torch.arange(4.0), torch.ones(4))}
 
@@ -94,3 +98,88 @@ def test_boxes_of_a_tensor_that_a_planner_looks_up() -> None:
     blocking.load(found, {"w": np.zeros((4, 3), "f4")}, planner=Giving("lookup_tensor", {"w": own}))
     assert (own.numpy() == source).all()
     assert own._version > 0
+
+
+COUNT = 1 << 19
+
+
+def damaged(tmp_path: Any) -> Any:
+    """A checkpoint of two tensors, of which the second is damaged."""
+    path = tmp_path / "damaged"
+    state = {"a": torch.ones(COUNT), "b": torch.ones(COUNT)}
+    blocking.save(state, path, options=SaveOptions(compression="none"))
+    (data,) = path.glob("*/*.bin")
+    with data.open("r+b") as file:
+        file.seek(data.stat().st_size - 5000)
+        file.write(b"\x55" * 10)
+    return path
+
+
+def frames_of(error: BaseException | None) -> Any:
+    while error is not None:
+        trace = error.__traceback__
+        while trace is not None:
+            yield trace.tb_frame
+            trace = trace.tb_next
+        error = error.__cause__ or error.__context__
+
+
+def test_storages_may_be_freed_while_the_planner_of_a_load_is_kept(place: Any) -> None:
+    planner = DefaultLoadPlanner()
+    target = targets()
+    blocking.load(place, target, planner=planner)
+    target["w"].untyped_storage().resize_(0)
+    assert not [leaf for leaf in planner.state_dict.values() if isinstance(leaf, np.ndarray)]
+    kept = weakref.ref(target["w"])
+    del target
+    assert blocking.exists(place)  # by now the engine has done away with what it ran before
+    gc.collect()
+    assert kept() is None
+
+
+def test_a_failed_load_leaves_no_view_of_the_target(tmp_path: Any) -> None:
+    place = damaged(tmp_path)
+    planner = DefaultLoadPlanner()
+    with pytest.raises(CorruptCheckpointError) as caught:
+        blocking.load(place, {"a": torch.zeros(COUNT), "b": torch.zeros(COUNT)}, planner=planner)
+    assert planner.state_dict == {}
+    found = [
+        (frame.f_code.co_name, name)
+        for frame in frames_of(caught.value)
+        for name, value in frame.f_locals.items()
+        if isinstance(value, np.ndarray)
+    ]
+    assert found == []
+
+
+def test_a_finished_planner_that_is_driven_by_hand_holds_the_leaves_themselves(place: Any) -> None:
+    planner = DefaultLoadPlanner()
+    target = targets()
+    blocking.load(place, target, planner=_Recording(planner))
+    assert planner.state_dict["w"] is target["w"]
+    assert planner.state_dict["z"] is target["z"]
+
+
+class _Recording(DefaultLoadPlanner):
+    """Passes everything on to another planner, which the pipeline does not know."""
+
+    def __init__(self, inner: DefaultLoadPlanner) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
+        self.inner.set_up_planner(state_dict, metadata, is_coordinator)
+
+    def create_local_plan(self) -> Any:
+        plan = self.inner.create_local_plan()
+        assert all(item.type is LoadItemType.TENSOR for item in plan.items)
+        return plan
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        self.inner.load_bytes(read_item, value)
+
+    def resolve_tensor(self, read_item: Any) -> Any:
+        return self.inner.resolve_tensor(read_item)
+
+    def finish_load(self) -> Any:
+        return self.inner.finish_load()

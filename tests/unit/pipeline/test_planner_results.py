@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -159,3 +161,29 @@ async def test_buffers_of_the_standard_library_are_filled_and_given_back(kind: A
     assert bytes(memory) == SOURCE.tobytes()
     assert len(planner.committed) == 1
     assert planner.committed[0] is given
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_planner_keeps_nothing_of_a_target(fails: bool) -> None:
+    class Failing(DefaultLoadPlanner):
+        def commit_tensor(self, read_item: Any, tensor: Any) -> None:
+            raise ValueError("no")
+
+    planner = Failing() if fails else DefaultLoadPlanner()
+    array = np.zeros_like(SOURCE)
+    kept = weakref.ref(array)
+    caught = None
+    try:
+        await savestream.load(await saved(), {"w": array}, planner=planner)
+    except ValueError as error:
+        caught = error.with_traceback(None)
+    assert (caught is not None) == fails
+    del array
+    await savestream.exists(await saved())  # by now the engine has done away with what it ran before
+    gc.collect()
+    assert kept() is None
+    assert planner.state_dict == {}
+    target = np.zeros_like(SOURCE)
+    if not fails:  # and it serves again
+        await savestream.load(await saved(), {"w": target}, planner=planner)
+        assert target.tobytes() == SOURCE.tobytes()
