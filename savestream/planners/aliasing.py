@@ -12,7 +12,7 @@ from savestream.arrays.adapter import Layout, effective_strides
 from savestream.arrays.dtypes import interned_dtype_name
 from savestream.planners.flattening import ARRAY, SHARDED, FlatState
 
-__all__ = ["alias_partition"]
+__all__ = ["alias_partition", "numpy_address", "numpy_layout"]
 
 
 def alias_partition(flat: FlatState) -> dict[int, int]:
@@ -47,8 +47,7 @@ def _join_frameworks(flat: FlatState, aliases: dict[int, int]) -> None:
             places.setdefault((address, info.layout), []).append(position)
     for position, leaf in enumerate(flat.leaves):
         if type(leaf) is np.ndarray and flat.kinds[position] == ARRAY and position not in aliases:
-            name, strides = interned_dtype_name(leaf.dtype), effective_strides(leaf.shape, leaf.strides)
-            partners = places.get((_address(leaf), (name or "", leaf.shape, strides, "")))
+            partners = places.get((numpy_address(leaf), numpy_layout(leaf)))
             if partners is not None:
                 partners.append(position)
     tied = {position: min(partners) for partners in places.values() for position in partners}
@@ -108,7 +107,7 @@ def _split_by_memory(flat: FlatState, group: list[int], aliases: dict[int, int])
         if len(positions) > 1:
             by_address: dict[int, int] = {}
             for position in positions:
-                first = by_address.setdefault(_address(flat.leaves[position]), position)
+                first = by_address.setdefault(numpy_address(flat.leaves[position]), position)
                 if first != position:
                     aliases[position] = first
 
@@ -121,6 +120,12 @@ def _owner(array: HostArray) -> int | None:
     return id(base) if type(base) is np.ndarray and base.base is None else None
 
 
-def _address(array: HostArray) -> int:
+def numpy_address(array: HostArray) -> int:
+    """Where the first element is. Slow, as everything is that numpy tells about addresses."""
     address: int = array.__array_interface__["data"][0]
     return address
+
+
+def numpy_layout(array: HostArray) -> Layout:
+    """As :attr:`savestream.arrays.ArrayInfo.layout`, without a description."""
+    return interned_dtype_name(array.dtype) or "", array.shape, effective_strides(array.shape, array.strides), ""

@@ -15,6 +15,7 @@ from savestream.errors import PlanError
 from savestream.planners.aliasing import alias_partition
 from savestream.planners.flattening import SHARDED, VALUE, FlatState
 from savestream.planners.recorded import class_name
+from savestream.planners.shard_aliases import shard_aliases
 from savestream.planners.sharding import shard_chunks, shard_dtype
 
 __all__ = ["CacheStatistics", "PlanCache", "fingerprint"]
@@ -106,10 +107,12 @@ def fingerprint(flat: FlatState, opaque_lengths: Mapping[str, tuple[str, int]], 
     names = "\n".join(flat.names).encode(errors="surrogatepass")
     lengths = np.fromiter(map(len, flat.names), np.uint32, len(flat.names))
     codes, table = _signatures(flat)
-    aliases = np.array(list(alias_partition(flat).items()), np.uint64).tobytes()
+    partition = alias_partition(flat)
+    aliases = np.array(list(partition.items()), np.uint64).tobytes()
+    boxes = repr(list(shard_aliases(flat, partition).items())).encode()
     opaque = repr(sorted((name, *entry) for name, entry in opaque_lengths.items())).encode()
     tokens = msgspec.json.encode(flat.tokens)
-    for part in (names, lengths.tobytes(), codes, table, tokens, bytes(flat.kinds), aliases, opaque, *extra):
+    for part in (names, lengths.tobytes(), codes, table, tokens, bytes(flat.kinds), aliases, boxes, opaque, *extra):
         _update(digest, len(part).to_bytes(8, "little"))
         _update(digest, part)
     return digest.digest()

@@ -19,7 +19,7 @@ from savestream.arrays import (
     is_opaque_dtype,
 )
 from savestream.errors import PlanError, SavestreamError
-from savestream.planners.load_plans import same_storage
+from savestream.planners.load_plans import same_chunk, same_storage
 from savestream.planners.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -234,22 +234,32 @@ class TargetChecker:
         self.problems += [text for _, text in problems]
         for first, later in ties:
             one, other = self._arrays[first], self._arrays[later]
-            alike = one.offsets == other.offsets and same_storage(
-                one.name, other.name, self._entries, self._request.metadata.storage_data
-            )
-            if not alike and one.name != other.name:
-                self.problems.append(
-                    f"{one.name} and {other.name}: the targets are the same memory, but the checkpoint stores them "
-                    "apart; untie them, or load only one of them with keys="
-                )
-            elif one.name == other.name:
-                self.problems.append(f"{one.name}: two boxes of the target are the same memory")
-            else:
-                box = other.offsets or (0,) * len(self._entries[other.name].size)  # type: ignore[union-attr]
+            if self._are_stored_alike(one, other):
+                box = self._box_of(other)
                 self.repeated.add((other.name, box))
                 opened = self.open_targets.get(other.name)
                 if isinstance(opened, OpenTarget | OpenShards):
                     opened.mark_repeated(box)
+            elif one.name != other.name:
+                self.problems.append(
+                    f"{one.name} and {other.name}: the targets are the same memory, but the checkpoint stores them "
+                    "apart; untie them, or load only one of them with keys="
+                )
+            else:
+                self.problems.append(f"{one.name}: two boxes of the target are the same memory")
+
+    def _are_stored_alike(self, one: TargetArray, other: TargetArray) -> bool:
+        """Whether the checkpoint has the same elements for two targets of one memory, since it stores them once."""
+        first, second = self._box_of(one), self._box_of(other)
+        stored = self._request.metadata.storage_data
+        if one.name != other.name and first == second and same_storage(one.name, other.name, self._entries, stored):
+            return True
+        indices = MetadataIndex(one.name, first), MetadataIndex(other.name, second)
+        return same_chunk(*indices, tuple(one.array.shape), self._entries, stored)
+
+    def _box_of(self, target: TargetArray) -> Shape:
+        """Where the target's elements begin in the whole array; a plain array says nothing of it."""
+        return target.offsets or (0,) * len(self._entries[target.name].size)  # type: ignore[union-attr]
 
 
 def is_castable(stored: str, wanted: str) -> bool:

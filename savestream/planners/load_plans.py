@@ -18,6 +18,7 @@ __all__ = [
     "create_default_global_load_plan",
     "create_read_items",
     "plan_reads",
+    "same_chunk",
     "same_storage",
     "value_read_item",
 ]
@@ -86,6 +87,23 @@ def same_storage(first: str, second: str, entries: Mapping[str, object], storage
         if place is None or place != storage_data.get(MetadataIndex(second, chunk.offsets)):
             return False
     return True
+
+
+def same_chunk(
+    first: MetadataIndex, second: MetadataIndex, sizes: Shape, entries: Mapping[str, object], storage_data: object
+) -> bool:
+    """Whether two boxes of as many elements are one stored chunk, each of them the whole of it."""
+    if not isinstance(storage_data, Mapping):
+        return False
+    dtypes = set()
+    for index in (first, second):
+        entry = entries[index.fqn]
+        box = ChunkStorageMetadata(index.offset or (), sizes)
+        if not isinstance(entry, TensorStorageMetadata) or box not in entry.chunks:
+            return False
+        dtypes.add(entry.properties.dtype)
+    place = storage_data.get(first)
+    return len(dtypes) == 1 and place is not None and place == storage_data.get(second)
 
 
 def create_default_global_load_plan(all_plans: list[LoadPlan]) -> list[LoadPlan]:

@@ -23,6 +23,7 @@ from savestream.planners.metadata import (
     TensorStorageMetadata,
 )
 from savestream.planners.plan import BytesIOWriteData, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from savestream.planners.shard_aliases import BoxPlace, shard_aliases
 from savestream.planners.sharding import shard_chunks, shard_dtype
 from savestream.planners.trees import merge_trees, structure_for_items, tree_mappings
 from savestream.planners.value_encoding import encode_value_bytes, pickle_object, plain_class
@@ -71,6 +72,7 @@ def create_write_items(flat: FlatState, values: Mapping[str, CapturedValue]) -> 
     builder = _ItemBuilder()
     items: list[WriteItem] = []
     aliases = alias_partition(flat)
+    boxes = shard_aliases(flat, aliases)
     indices: list[MetadataIndex | None] = []
     described = flat.described_arrays()
     infos = dict(zip(described.positions, map(described.infos.__getitem__, described.firsts), strict=True))
@@ -85,13 +87,21 @@ def create_write_items(flat: FlatState, values: Mapping[str, CapturedValue]) -> 
             continue
         indices.append(None)
         if kind == SHARDED:
-            first = aliases.get(position)
-            items += builder.shards(name, leaf, None if first is None else flat.names[first])
+            first_of = {box: _index_of(flat, place) for box, place in boxes[position].items()}
+            items += builder.shards(name, leaf, first_of)
         else:
             data = values[name]
             written = BytesIOWriteData(len(data.data), data.encoding)
             items.append(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO, written))
     return items
+
+
+def _index_of(flat: FlatState, place: BoxPlace) -> MetadataIndex:
+    position, box = place
+    name, leaf = flat.names[position], flat.leaves[position]
+    if box is None:
+        return MetadataIndex(name, (0,) * len(leaf.shape), 0)
+    return MetadataIndex(name, tuple(map(int, leaf.global_offsets[box])), box)
 
 
 class _ItemBuilder:
@@ -124,8 +134,8 @@ class _ItemBuilder:
             data = self._data[id(properties), shape] = TensorWriteData(self._whole(shape), properties, shape)
         return WriteItem(MetadataIndex(name, data.chunk.offsets, 0), WriteItemType.TENSOR, None, data)
 
-    def shards(self, name: str, leaf: Any, alias_of: str | None) -> list[WriteItem]:
-        """The items of a sharded leaf, which may be that of another name."""
+    def shards(self, name: str, leaf: Any, first_of: Mapping[int, MetadataIndex]) -> list[WriteItem]:
+        """The items of a sharded leaf; ``first_of`` tells of each box that is stored already as which it is."""
         shape, chunks = shard_chunks(leaf, name)
         replicated = bool(getattr(leaf, "replicated", False))
         if 0 in shape:  # every rank describes an empty array the same way
@@ -139,7 +149,7 @@ class _ItemBuilder:
                 WriteItemType.SHARD,
                 None,
                 TensorWriteData(chunk, properties, shape),
-                None if alias_of is None or 0 in shape else MetadataIndex(alias_of, chunk.offsets, position),
+                None if 0 in shape else first_of.get(position),
                 replicated,
             )
             for position, chunk in enumerate(chunks)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from savestream import LoadMismatchError, SaveOptions, blocking
+from savestream.planners import ShardedArray
 
 # --- arrays of no dimension for numbers ---
 
@@ -155,3 +156,38 @@ def test_strides_of_axes_of_one_element_do_not_count(contiguous: bool, tmp_path:
     row.zero_()
     blocking.load(tmp_path / "c", state)
     assert row.tolist() == [0, 1, 2, 3, 4]
+
+
+# --- boxes of sharded arrays ---
+
+
+def test_boxes_over_tensors_are_the_plain_tensors(tmp_path: Path) -> None:
+    whole = torch.rand(4, 3).bfloat16()
+    before = whole.clone()
+    state = {
+        "a": ShardedArray((4, 3), [((0, 0), whole[:3]), ((3, 0), whole[3:])]),
+        "b": ShardedArray((4, 3), [((0, 0), whole[:1]), ((1, 0), whole[1:])]),
+        "c": ShardedArray((8, 3), [((1, 0), whole[:3]), ((0, 0), whole[3:]), ((4, 0), torch.ones(4, 3).bfloat16())]),
+    }
+    saved_bytes(state, tmp_path / "overlapping")
+    with pytest.raises(LoadMismatchError, match="share a part of their memory"):
+        blocking.load(tmp_path / "overlapping", state)
+    del state["b"]
+    state["d"], state["e"] = whole[:3], whole[3:]
+    assert saved_bytes(state, tmp_path / "c") == whole.nbytes + 24
+    whole.zero_()
+    loaded = blocking.load(tmp_path / "c", state)
+    assert loaded["a"] is state["a"]
+    assert torch.equal(whole, before)
+    assert blocking.load(tmp_path / "c")["c"].shape == (8, 3)
+
+
+def test_a_box_of_jax_is_the_array_that_was_placed(tmp_path: Path) -> None:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]).reshape(2), ("x",))
+    pieces = [jax.device_put(jax.numpy.arange(6.0) + place, device) for place, device in enumerate(jax.devices()[:2])]
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    whole = jax.make_array_from_single_device_arrays((12,), sharding, pieces)
+    state = {"whole": whole, "piece": pieces[0], "again": whole.addressable_shards[1].data}
+    assert saved_bytes(state, tmp_path / "c") == whole.nbytes
+    loaded = blocking.load(tmp_path / "c", state)
+    assert all(np.array_equal(loaded[name], state[name]) for name in state)

@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from savestream import SaveOptions, blocking
+from savestream import LoadMismatchError, SaveOptions, blocking
 from savestream.planners import aliasing
 from savestream.planners.aliasing import alias_partition
+from savestream.planners.cache import fingerprint
 from savestream.planners.flattening import flatten
+from savestream.planners.sharding import ShardedArray
 
 PLAIN = SaveOptions(compression="none")
 
@@ -127,13 +129,13 @@ def test_empty_arrays_are_aliases_only_where_they_are_one_object() -> None:
 
 def test_addresses_are_read_only_of_what_may_be_an_alias(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[np.ndarray] = []
-    address_of = aliasing._address
+    address_of = aliasing.numpy_address
 
     def counted(array: np.ndarray) -> int:
         asked.append(array)
         return address_of(array)
 
-    monkeypatch.setattr(aliasing, "_address", counted)
+    monkeypatch.setattr(aliasing, "numpy_address", counted)
     owners = [np.zeros(3) for _ in range(20)]
     views = [np.zeros(6)[:3] for _ in range(20)]
     assert partition([owners, views, owners[0], np.zeros((2, 2)), np.zeros((2, 2))[:]]) == {40: 0}
@@ -150,3 +152,113 @@ def test_the_first_place_is_found_in_any_order(tmp_path: Path) -> None:
         if number % 6 == 0:
             assert stored_bytes(list(order), tmp_path / str(number)) == whole.nbytes
             blocking.load(tmp_path / str(number), list(order))
+
+
+# --- boxes of sharded arrays ---
+
+
+def rows(*pairs: tuple[int, np.ndarray], of: int = 6) -> ShardedArray:
+    return ShardedArray((of, 3), [((start, 0), array) for start, array in pairs])
+
+
+def matrix(count: int, first: int = 0) -> np.ndarray:
+    return np.arange(first, first + 3 * count, dtype="f4").reshape(count, 3)
+
+
+def two_over_the_same_arrays() -> dict[str, Any]:
+    top, rest = matrix(2), matrix(4, 6)
+    return {"a": rows((0, top), (2, rest)), "b": rows((0, top[:]), (2, rest)), "c": rows((0, rest), (4, top))}
+
+
+def box_and_plain() -> dict[str, Any]:
+    top, rest = matrix(2), matrix(4, 6)
+    return {
+        "first": top,
+        "a": rows((0, top), (2, rest)),
+        "last": [rest[:], 1, np.frombuffer(top.data, "f4").reshape(2, 3)],
+    }
+
+
+def box_before_plain() -> dict[str, Any]:
+    whole = matrix(6)
+    return {"a": rows((0, whole)), "b": whole[:], "c": whole}
+
+
+def one_object_twice() -> dict[str, Any]:
+    whole = matrix(6)
+    leaf = rows((0, whole[:2]), (2, whole[2:]))
+    return {"a": leaf, "b": leaf, "c": whole[:2], "d": rows((0, whole[2:]), (4, whole[:2]))}
+
+
+def the_same_box_twice() -> dict[str, Any]:
+    top = matrix(3)
+    return {"a": rows((0, top), (3, top))}
+
+
+SHARDED_STATES = {
+    two_over_the_same_arrays: 72,
+    box_and_plain: 72,
+    box_before_plain: 72,
+    one_object_twice: 72,
+    the_same_box_twice: 36,
+}
+
+
+def arrays_in(state: Any) -> list[np.ndarray]:
+    flat = flatten(state)
+    return [array for leaf in flat.leaves for array in getattr(leaf, "shards", [leaf]) if isinstance(array, np.ndarray)]
+
+
+def apart(leaf: Any) -> Any:
+    if isinstance(leaf, ShardedArray):
+        return ShardedArray((6, 3), list(zip(leaf.global_offsets, map(np.zeros_like, leaf.shards), strict=True)))
+    if isinstance(leaf, list):
+        return [apart(inner) for inner in leaf]
+    return np.zeros_like(leaf) if isinstance(leaf, np.ndarray) else leaf
+
+
+@pytest.mark.parametrize("make", SHARDED_STATES)
+def test_boxes_of_one_memory_are_stored_once_and_load_into_themselves(
+    make: Callable[[], dict[str, Any]], tmp_path: Path
+) -> None:
+    state = make()
+    before = [array.tobytes() for array in arrays_in(state)]
+    assert stored_bytes(state, tmp_path / "c") == SHARDED_STATES[make]
+    for array in arrays_in(state):
+        array[...] = -1
+    blocking.load(tmp_path / "c", state)
+    assert [array.tobytes() for array in arrays_in(state)] == before
+
+
+@pytest.mark.parametrize("make", SHARDED_STATES)
+def test_boxes_of_one_memory_load_into_memory_of_their_own(make: Callable[[], dict[str, Any]], tmp_path: Path) -> None:
+    state = make()
+    before = [array.tobytes() for array in arrays_in(state)]
+    blocking.save(state, tmp_path / "c")
+    loaded = blocking.load(tmp_path / "c", {name: apart(leaf) for name, leaf in state.items()})
+    assert [array.tobytes() for array in arrays_in(loaded)] == before
+
+
+def test_boxes_of_one_memory_are_refused_where_the_checkpoint_has_them_apart(tmp_path: Path) -> None:
+    top, rest = matrix(2), matrix(4)
+    blocking.save({"a": rows((0, top.copy()), (2, rest)), "b": matrix(2, 50)}, tmp_path / "c")
+    for target in (
+        {"a": rows((0, top), (2, rest)), "b": top},
+        {"b": top, "a": rows((0, top), (2, rest))},
+        {"a": rows((0, matrix(2)), (2, rest[:2]), (4, rest[2:])), "b": rest[:2]},
+    ):
+        with pytest.raises(LoadMismatchError, match="are the same memory, but the checkpoint stores them apart"):
+            blocking.load(tmp_path / "c", target)
+    with pytest.raises(LoadMismatchError, match="a: two boxes of the target are the same memory"):
+        blocking.load(tmp_path / "c", {"a": rows((0, top), (2, top), (4, rest[:2])), "b": matrix(2)})
+    assert top.tobytes() == matrix(2).tobytes()
+
+
+def test_boxes_of_one_memory_count_for_the_plan_that_is_kept() -> None:
+    top, rest = matrix(2), matrix(4)
+    tied = {"a": rows((0, top), (2, rest)), "b": top}
+    apart = {"a": rows((0, top), (2, rest)), "b": top.copy()}
+    again = {"a": rows((0, top.copy()), (2, rest)), "b": top}
+    tokens = [fingerprint(flatten(state), {}) for state in (tied, apart, again, {**tied, "b": top[:]})]
+    assert tokens[0] != tokens[1] == tokens[2]
+    assert tokens[0] == tokens[3]
