@@ -139,7 +139,7 @@ class ArrayAdapter(abc.ABC):
         return [self.own_memory(array) for array in arrays]
 
     def changed(self, arrays: Sequence[Any]) -> None:  # noqa: B027 - most frameworks need not know
-        """Called when the targets' own memory has been filled."""
+        """Called once for targets whose own memory is filled, before the first byte is placed."""
 
     def is_filled_in_place(self, array: Any) -> bool:
         """Whether a load changes the target itself, so that no other target may share its memory."""

@@ -71,9 +71,15 @@ class PlanLoader:
         notify(self._clock.observer, LoadStarted(self._checkpoint.place, len(plan.items), self.raw_bytes))
         await self._read(values_read)
         await run_in_worker(self._load_values, inline, list(zip(opaque, data, strict=True)))
-        await run_in_worker(boxes.begin)
+        await run_in_worker(self._begin_filling, boxes)
         await self._read(tensors_read)
         await run_in_worker(boxes.commit)
+
+    def _begin_filling(self, boxes: ResolvedBoxes) -> None:
+        """A failed or cancelled load leaves arrays changed, so everyone is told before the first byte is placed."""
+        if isinstance(self._planner, DefaultLoadPlanner):
+            self._planner.begin_filling()
+        boxes.begin()
 
     def _resolve(self, items: Sequence[ReadItem]) -> ResolvedBoxes:
         return ResolvedBoxes(self._planner, items, lambda item: self._chunk(item).dtype)

@@ -21,7 +21,7 @@ from savestream.planners.metadata import (
     PlannerData,
     TensorStorageMetadata,
 )
-from savestream.planners.open_targets import Allocate, OpenShards, OpenTarget, allocate_plain, close_in_place
+from savestream.planners.open_targets import Allocate, OpenShards, OpenTarget, allocate_plain, tell_changed
 from savestream.planners.paths import Path, Selection, SelectionKey, path_to_fqn
 from savestream.planners.plan import LoadPlan, ReadItem
 from savestream.planners.rebuilding import Filled, merge_value, pick, rebuild_into, replace_at
@@ -91,6 +91,7 @@ class DefaultLoadPlanner(LoadPlanner):
         self._allocate = allocate
         self._open: dict[str, OpenTarget | OpenShards | OpenNumber] = {}
         self._in_place: dict[str, Any] = {}  # leaves of which state_dict has numpy views
+        self._is_filling = False
         self._inside: dict[str, list[Path]] = {}  # value leaves of which only elements are selected
 
     # --- planning ---
@@ -103,6 +104,7 @@ class DefaultLoadPlanner(LoadPlanner):
         self.state_dict = {}
         self._loaded, self._inside, self._open, self._in_place = {}, {}, {}, {}
         self._compared = set()
+        self._is_filling = False
         if metadata is None:
             return
         data = metadata.planner_data if isinstance(metadata.planner_data, PlannerData) else PlannerData()
@@ -327,6 +329,18 @@ class DefaultLoadPlanner(LoadPlanner):
         self._check_inside(found)
         self._raise_mismatch(found, None, None)
 
+    def begin_filling(self) -> None:
+        """Tell frameworks which arrays are filled in their own memory; once for each set-up.
+
+        Call it before the first byte is placed, since a load that fails or is cancelled leaves changed arrays behind;
+        :meth:`finish_load` calls it too.
+        """
+        if self._is_filling:
+            return
+        self._is_filling = True
+        shards = [target for target in self._open.values() if isinstance(target, OpenShards)]
+        tell_changed([*self._in_place.values(), *(array for target in shards for array in target.filled_in_place)])
+
     def _check_inside(self, found: Alignment) -> None:
         for name, inner in self._inside.items():
             for option in inner:
@@ -348,7 +362,7 @@ class DefaultLoadPlanner(LoadPlanner):
         """
         self.check_values()
         leaves = {name: leaf for name, leaf in self.state_dict.items() if name not in self._loaded}
-        close_in_place(self._in_place.values())
+        self.begin_filling()
         leaves.update(self._in_place)
         leaves.update({name: target.close() for name, target in self._open.items()})
         filled: Filled = {}

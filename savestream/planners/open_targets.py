@@ -12,7 +12,7 @@ from savestream.arrays import ArrayAdapter, HostArray, adapter_for, dtype_from_n
 from savestream.planners.metadata import ChunkStorageMetadata, Shape
 from savestream.planners.sharding import ShardedArray
 
-__all__ = ["Allocate", "OpenShards", "OpenTarget", "Shard", "allocate_plain", "close_in_place"]
+__all__ = ["Allocate", "OpenShards", "OpenTarget", "Shard", "allocate_plain", "tell_changed"]
 
 Allocate = Callable[[str, Shape], HostArray]
 
@@ -84,7 +84,6 @@ class Shard(msgspec.Struct):
             return self.array
         if self.memory is None:
             return self.adapter.filled(self.array, [((0,) * len(self.sizes), filled)])
-        self.adapter.changed([self.array])
         return self.array
 
 
@@ -102,6 +101,11 @@ class OpenShards(msgspec.Struct):
         for shard in self.shards:
             if shard.offsets == offsets:
                 shard.repeated = True
+
+    @property
+    def filled_in_place(self) -> list[Any]:
+        """The arrays whose own memory is filled."""
+        return [shard.array for shard in self.shards if shard.memory is not None and not shard.repeated]
 
     def open(self, allocate: Allocate) -> Any:
         """The boxes to fill."""
@@ -121,11 +125,11 @@ class OpenShards(msgspec.Struct):
         return ShardedArray(self.shape, pairs, replicated=self.leaf.replicated, dtype=self.dtype)
 
 
-def close_in_place(leaves: Iterable[Any]) -> None:
-    """Tell the frameworks of leaves that their own memory was filled."""
+def tell_changed(arrays: Iterable[Any]) -> None:
+    """Tell the frameworks of arrays that their own memory is being filled."""
     groups: dict[type, list[Any]] = {}
-    for leaf in leaves:
-        groups.setdefault(type(leaf), []).append(leaf)
+    for array in arrays:
+        groups.setdefault(type(array), []).append(array)
     for kind, alike in groups.items():
         adapter = adapter_for(kind)
         if adapter is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import gc
 import io
 import weakref
@@ -13,8 +15,19 @@ import pytest
 import torch
 from torch_training_support import fresh_place
 
-from savestream import CorruptCheckpointError, DefaultLoadPlanner, PlanError, SaveOptions, ShardedArray, blocking
+import savestream
+from savestream import (
+    CorruptCheckpointError,
+    DefaultLoadPlanner,
+    LoadMismatchError,
+    LoadOptions,
+    PlanError,
+    SaveOptions,
+    ShardedArray,
+    blocking,
+)
 from savestream.planners import LoadItemType
+from savestream.storage_backends import Fault, FaultyBackend, Gate, MemoryBackend
 
 SOURCE = {"w": torch.arange(8.0), "z": torch.complex(torch.arange(4.0), torch.ones(4))}
 
@@ -183,3 +196,82 @@ class _Recording(DefaultLoadPlanner):
 
     def finish_load(self) -> Any:
         return self.inner.finish_load()
+
+
+class Graph:
+    """A product whose gradient needs the tensor that a load then fills."""
+
+    def __init__(self, kept: torch.Tensor) -> None:
+        self.x = torch.ones(COUNT, requires_grad=True)
+        self.y = (self.x * kept).sum()
+
+    def assert_noticed(self) -> None:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            self.y.backward()
+
+
+def in_shards(tensor: torch.Tensor) -> ShardedArray:
+    return ShardedArray((COUNT,), [((0,), tensor)])
+
+
+@pytest.mark.parametrize("wrap", [lambda tensor: tensor, in_shards], ids=["whole", "sharded"])
+def test_autograd_learns_of_what_a_failed_load_replaced(tmp_path: Any, wrap: Any) -> None:
+    tensors = {name: torch.full((COUNT,), 3.0) for name in ("a", "b")}
+    graph = Graph(tensors["a"])
+    with pytest.raises(CorruptCheckpointError):
+        blocking.load(damaged(tmp_path), {name: wrap(tensor) for name, tensor in tensors.items()})
+    assert [tensor._version for tensor in tensors.values()] == [1, 1]
+    graph.assert_noticed()
+
+
+def test_autograd_learns_of_what_a_failed_load_replaced_in_a_planners_own_tensors(tmp_path: Any) -> None:
+    own = {name: torch.full((COUNT,), 3.0) for name in ("a", "b")}
+    graph = Graph(own["a"])
+    with pytest.raises(CorruptCheckpointError):
+        blocking.load(
+            damaged(tmp_path), {name: torch.zeros(COUNT) for name in own}, planner=Giving("lookup_tensor", own)
+        )
+    graph.assert_noticed()
+
+
+def test_autograd_learns_of_what_a_cancelled_load_replaced() -> None:
+    async def run() -> None:
+        backend, gate = MemoryBackend(), Gate()
+        state = {"a": torch.ones(COUNT * 4), "b": torch.ones(COUNT)}
+        await savestream.save(state, (backend, "c"), options=SaveOptions(compression="none"))
+        faulty = FaultyBackend(backend, [Fault("read_into", nth=2, hook=gate, path_contains=".bin")])
+        target = {"a": torch.zeros(COUNT * 4), "b": torch.zeros(COUNT)}
+        graph = Graph(target["a"][:COUNT])
+        options = LoadOptions(threads=1)
+        task = asyncio.create_task(savestream.load((faulty, "c"), target, options=options))
+        await gate.reached()
+        assert target["a"][0] == 1
+        assert [tensor._version for tensor in target.values()] == [1, 1]
+        task.cancel()
+        gate.open()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        assert task.cancelled()
+        graph.assert_noticed()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("wrap", [lambda tensor: tensor, in_shards], ids=["whole", "sharded"])
+def test_a_load_counts_as_one_change(wrap: Any) -> None:
+    place = fresh_place()
+    blocking.save({"w": torch.ones(COUNT), "n": 3}, place)
+    tensor = torch.zeros(COUNT)
+    blocking.load(place, {"w": wrap(tensor), "n": 0})
+    assert tensor._version == 1
+    assert tensor.all()
+
+
+def test_what_differs_inside_values_changes_no_tensor() -> None:
+    place = fresh_place()
+    blocking.save({"w": torch.ones(8), "n": {"a": 1}}, place)
+    tensor = torch.zeros(8)
+    with pytest.raises(LoadMismatchError):
+        blocking.load(place, {"w": tensor, "n": {"b": 1}})
+    assert tensor._version == 0
+    assert not tensor.any()
