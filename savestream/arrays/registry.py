@@ -24,6 +24,7 @@ __all__ = [
     "adapter_of",
     "array_info",
     "array_refusal",
+    "as_plain_array",
     "framework_adapter",
     "host_view",
     "is_array",
@@ -63,12 +64,24 @@ def _find(kind: type) -> ArrayAdapter | None:
     return foreign_adapter_for(kind)
 
 
-def adapter_of(array: object) -> ArrayAdapter:
-    """The adapter for a leaf that must be an array."""
+def adapter_of(array: object, key: str | None = None) -> ArrayAdapter:
+    """The adapter for a leaf that must be an array; ``key`` names it in the error."""
     adapter = adapter_for(type(array))
     if adapter is None:
-        raise UnsafeObjectError(f"{type(array).__module__}.{type(array).__qualname__} is not a supported array")
+        named = "" if key is None else f"{key}: "
+        kind = f"{type(array).__module__}.{type(array).__qualname__}"
+        raise UnsafeObjectError(f"{named}{kind} is not a supported array")
     return adapter
+
+
+def as_plain_array(array: Any) -> Any:
+    """A view, of a supported class, of a subclass's own elements. Only for one that says itself what it holds."""
+    kind = type(array)
+    if isinstance(array, np.ndarray):
+        return array if kind is np.ndarray else array.view(np.ndarray)
+    if is_torch_type(kind) and adapter_for(kind) is None:
+        return array.as_subclass(sys.modules["torch"].Tensor)
+    return array
 
 
 def plain_array_types() -> frozenset[type]:
@@ -117,7 +130,7 @@ def is_array(value: object) -> bool:
 
 def array_info(array: object, key: str) -> ArrayInfo:
     """Describe a leaf; ``key`` names it in errors."""
-    return adapter_of(array).info(array, key)
+    return adapter_of(array, key).info(array, key)
 
 
 def host_view(array: object) -> HostArray:

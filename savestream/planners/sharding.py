@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
-
-from savestream.arrays import adapter_of, array_info, is_array
+from savestream.arrays import adapter_of, array_info, as_plain_array, is_array
 from savestream.errors import PlanError, UnsafeObjectError
 from savestream.planners.metadata import ChunkStorageMetadata, MetadataIndex, Shape
 
@@ -118,7 +116,7 @@ def _shape_of(array: Any) -> Shape:
 def _dtype_of(array: Any) -> str:
     if isinstance(array, ShardedArray):
         return array.dtype
-    return adapter_of(array).target_info(array, "a shard").dtype  # it may be a target without data
+    return adapter_of(array, "a shard").target_info(array, "a shard").dtype  # it may be a target without data
 
 
 def is_sharded(value: object) -> bool:
@@ -183,7 +181,7 @@ def shard_array(leaf: Any, index: MetadataIndex) -> Any:
     position = find_shard(leaf, index)
     where, size = leaf.local_offsets[position], leaf.local_sizes[position]
     view = leaf[tuple(slice(o, o + s) for o, s in zip(where, size, strict=True))] if len(where) else leaf
-    return view.view(np.ndarray) if isinstance(view, np.ndarray) and type(view) is not np.ndarray else view
+    return as_plain_array(view)  # a slice keeps its subclass
 
 
 def shard_dtype(leaf: Any, key: str) -> str:

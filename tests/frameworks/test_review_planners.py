@@ -24,6 +24,7 @@ from savestream import (
     PlanError,
     SaveOptions,
     ShardedArray,
+    UnsafeObjectError,
     blocking,
 )
 from savestream.planners import LoadItemType
@@ -275,3 +276,50 @@ def test_what_differs_inside_values_changes_no_tensor() -> None:
         blocking.load(place, {"w": tensor, "n": {"b": 1}})
     assert tensor._version == 0
     assert not tensor.any()
+
+
+class Boxed(torch.Tensor):
+    """Follows the protocol of sharded leaves with attributes alone."""
+
+
+class Wrapped(torch.Tensor):
+    """Gives a box as an array of a class that is not supported."""
+
+    def __get_tensor_shard__(self, index: Any) -> Any:
+        return self
+
+
+def boxed(tensor: torch.Tensor, kind: type, shape: Any, where: Any, local: Any, size: Any) -> Any:
+    leaf = tensor.as_subclass(kind)
+    leaf.global_shape, leaf.global_offsets, leaf.local_offsets, leaf.local_sizes = shape, where, local, size
+    return leaf
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_subclass_that_says_which_boxes_it_holds(dtype: Any) -> None:
+    place = fresh_place()
+    source = torch.rand(4, 3).to(dtype)
+    boxes = [(0, 0), (3, 0)], [(0, 0), (3, 0)], [(3, 3), (1, 3)]
+    blocking.save({"layer": {"a": boxed(source, Boxed, (4, 3), *boxes)}}, place)
+    assert torch.equal(blocking.load(place, framework="torch")["layer"]["a"], source)
+    memory = torch.zeros(5, 4, dtype=dtype)
+    target = boxed(memory, Boxed, (4, 3), [(0, 0), (2, 0)], [(0, 0), (3, 1)], [(2, 3), (2, 3)])
+    found = blocking.load(place, {"layer": {"a": target}})["layer"]["a"]
+    assert found is target
+    assert torch.equal(memory[:2, :3], source[:2])
+    assert torch.equal(memory[3:, 1:], source[2:])
+    assert not memory[2].any()
+    assert memory._version > 0
+
+
+def test_a_number_of_no_dimension_in_a_subclass_that_says_which_boxes_it_holds() -> None:
+    place = fresh_place()
+    blocking.save({"a": boxed(torch.tensor(3.0), Boxed, (), [()], [()], [()])}, place)
+    assert blocking.load(place)["a"] == 3.0
+
+
+def test_a_box_of_an_unsupported_class_is_refused_by_key() -> None:
+    place = fresh_place()
+    leaf = boxed(torch.rand(4, 3), Wrapped, (4, 3), [(0, 0)], [(0, 0)], [(4, 3)])
+    with pytest.raises(UnsafeObjectError, match=r"^layer\.a: .*Wrapped is not a supported array"):
+        blocking.save({"layer": {"a": leaf}}, place)
