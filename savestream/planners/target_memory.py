@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from savestream.arrays import ArrayInfo, adapter_of
+from savestream.planners.interleaving import Placed, candidates
 from savestream.planners.metadata import Shape
 
 __all__ = ["TargetArray", "examine_targets"]
@@ -38,7 +40,7 @@ def examine_targets(targets: Sequence[TargetArray]) -> tuple[list[tuple[int, int
     """
     if _all_independent(targets):
         return [], []
-    spans: list[Any] = [_span(target) for target in targets]  # each with info and address
+    spans = [_placed(target) for target in targets]
     if _all_apart(spans):
         return [], []
     problems = [
@@ -60,19 +62,14 @@ def examine_targets(targets: Sequence[TargetArray]) -> tuple[list[tuple[int, int
     return ties, problems
 
 
-class _Span(msgspec.Struct, frozen=True, gc=False):
-    info: ArrayInfo
-    address: int
-
-
-def _span(target: TargetArray) -> _Span | TargetArray:
+def _placed(target: TargetArray) -> Placed:
     if target.info is not None:
-        return target
+        return Placed(target.info, target.address)
     adapter = adapter_of(target.array)
-    return _Span(adapter.info(target.array, target.name), adapter.addresses([target.array])[0])
+    return Placed(adapter.info(target.array, target.name), adapter.addresses([target.array])[0])
 
 
-def _all_apart(spans: Sequence[Any]) -> bool:
+def _all_apart(spans: Sequence[Placed]) -> bool:
     """Whether no array overlaps itself or reaches into another one's range: one sort tells, for any number."""
     reaches = {id(info): _reach(info) for info in {id(span.info): span.info for span in spans}.values()}
     if any(_overlaps_itself(span.info) for span in {id(span.info): span for span in spans}.values()):
@@ -120,31 +117,24 @@ def _overlaps_itself(info: ArrayInfo) -> bool:
     return False
 
 
-def _bounds(span: Any) -> tuple[int, int]:
-    low, high = _reach(span.info)
-    return span.address + low, span.address + high
+def _overlapping(targets: Sequence[Placed], positions: Sequence[int]) -> list[tuple[int, int]]:
+    """Pairs that share memory."""
+    likely = candidates(targets, positions)
+    pairs = itertools.chain(likely.pairs, *[_reaching_over(targets, group) for group in likely.groups])
+    return sorted({(min(pair), max(pair)) for pair in pairs if _share_memory(targets[pair[0]], targets[pair[1]])})
 
 
-def _overlapping(targets: Sequence[Any], positions: Sequence[int]) -> list[tuple[int, int]]:
-    """Pairs that share memory, by a sweep over the addresses."""
-    spans = sorted([(*_bounds(targets[position]), position) for position in positions])
-    found: list[tuple[int, int]] = []
+def _reaching_over(targets: Sequence[Placed], positions: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Pairs of which one begins before the other ends, by a sweep over the addresses."""
     active: list[tuple[int, int]] = []
-    reached = 0
-    for low, high, position in spans:
-        if low < reached:
-            active = [(end, other) for end, other in active if end > low]
-            for _, other in active:
-                if _share_memory(targets[other], targets[position]):
-                    found.append((min(other, position), max(other, position)))
-        else:
-            active = []
+    for (low, high), position in sorted([(targets[position].interval(), position) for position in positions]):
+        active = [(end, other) for end, other in active if end > low]
+        for _, other in active:
+            yield other, position
         active.append((high, position))
-        reached = max(reached, high)
-    return sorted(found)
 
 
-def _share_memory(first: Any, second: Any) -> bool:
+def _share_memory(first: Placed, second: Placed) -> bool:
     try:
         # numpy's stubs allow only two special values for max_work
         return bool(np.shares_memory(_shadow(first), _shadow(second), max_work=_MAXIMUM_WORK))  # type: ignore[arg-type]
@@ -155,7 +145,7 @@ def _share_memory(first: Any, second: Any) -> bool:
 class _Interface:
     """Gives numpy the layout of an array whose elements are never looked at (they may lie on a device)."""
 
-    def __init__(self, span: Any) -> None:
+    def __init__(self, span: Placed) -> None:
         info = span.info
         self.__array_interface__ = {
             "version": 3,
@@ -166,5 +156,5 @@ class _Interface:
         }
 
 
-def _shadow(span: Any) -> Any:
+def _shadow(span: Placed) -> Any:
     return np.asarray(_Interface(span))

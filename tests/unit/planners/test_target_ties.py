@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from savestream import LoadMismatchError, SaveOptions, blocking
-from savestream.planners import aliasing
+from savestream.planners import aliasing, target_memory
 from savestream.planners.aliasing import alias_partition
 from savestream.planners.cache import fingerprint
 from savestream.planners.flattening import flatten
 from savestream.planners.sharding import ShardedArray
+from savestream.planners.target_memory import TargetArray, examine_targets
 
 PLAIN = SaveOptions(compression="none")
 
@@ -262,3 +263,95 @@ def test_boxes_of_one_memory_count_for_the_plan_that_is_kept() -> None:
     tokens = [fingerprint(flatten(state), {}) for state in (tied, apart, again, {**tied, "b": top[:]})]
     assert tokens[0] != tokens[1] == tokens[2]
     assert tokens[0] == tokens[3]
+
+
+# --- targets that reach over each other ---
+
+
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
+    """The pairs of targets whose elements are compared exactly."""
+    pairs: list[tuple[Any, Any]] = []
+    share = target_memory._share_memory
+
+    def counted(first: Any, second: Any) -> bool:
+        pairs.append((first, second))
+        return share(first, second)
+
+    monkeypatch.setattr(target_memory, "_share_memory", counted)
+    return pairs
+
+
+def overlaps(arrays: list[np.ndarray]) -> set[tuple[int, int]]:
+    """Positions of the arrays of which :func:`examine_targets` says that they share a part of their memory."""
+    names = {f"<{position}>": position for position in range(len(arrays))}
+    targets = [TargetArray(name, (), array) for name, array in zip(names, arrays, strict=True)]
+    ties, problems = examine_targets(targets)
+    assert ties == []
+    assert all("share a part of their memory" in text for _, text in problems)
+    found = [[position for name, position in names.items() if name in text] for _, text in problems]
+    return {(first, second) for first, second in found}
+
+
+def grid(count: int) -> np.ndarray:
+    return np.zeros((3, count, 2, 5, count), "f4")
+
+
+MATRIX = np.zeros((9, 400))
+INTERLEAVED = {
+    "columns": lambda: list(np.zeros((16, 600), "f4").T),
+    "columns backwards": lambda: list(np.zeros((16, 600), "f4")[::-1].T),
+    "in the middle": lambda: list(np.zeros((4, 300, 5, 6), "i2").swapaxes(0, 1)),
+    "in the middle, transposed": lambda: list(np.zeros((4, 300, 5, 6), "i2").transpose(1, 3, 0, 2)),
+    "fields": lambda: [records[name] for records in [np.zeros(9, "i4," * 299 + "i4")] for name in records.dtype.names],
+    "at two axes": lambda: [whole[:, i, :, :, j] for whole in [grid(20)] for i in range(20) for j in range(20)],
+    "of two sorts": lambda: [*MATRIX.T[:200], *MATRIX.reshape(9, 200, 2)[:, 100:].transpose(1, 2, 0)],
+    "around the end": lambda: list(np.zeros(6 * 600 + 7, "u1")[7:].reshape(6, 600).T.reshape(300, 2, 6)),
+    "blocks": lambda: [
+        whole[i : i + 10, j : j + 10]
+        for whole in [np.zeros((200, 200), "f4")]
+        for i in range(0, 200, 10)
+        for j in range(0, 200, 10)
+    ],
+    "after others": lambda: [np.zeros(5), *np.zeros((4, 300)).T, *np.zeros((4, 300)).T],
+}
+
+
+@pytest.mark.parametrize("name", INTERLEAVED)
+def test_interleaved_targets_are_told_apart_without_comparing_them(name: str, compared: list[tuple[Any, Any]]) -> None:
+    arrays = INTERLEAVED[name]()
+    assert len(arrays) >= 300
+    assert overlaps(arrays) == set()
+    assert len(compared) <= len(arrays)
+
+
+def test_what_overlaps_interleaved_targets_is_found_without_comparing_all(compared: list[tuple[Any, Any]]) -> None:
+    whole = np.zeros((16, 600), "f4")
+    arrays = [*whole.T, whole[3], whole[4:6, 7:9], whole.reshape(-1)[5::1200]]
+    expected = {(column, 600) for column in range(600)} | {(7, 601), (8, 601), (5, 602)}
+    assert overlaps(arrays) == expected
+    assert len(compared) <= 5 * len(arrays)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_overlaps_are_those_that_numpy_finds(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    whole = np.zeros(random.choice([60, 720]), random.choice(["u1", "i4", "c16"]))
+    shapes = [
+        shape for shape in itertools.product((1, 2, 3, 4, 5, 6, 10), repeat=3) if whole.size % np.prod(shape) == 0
+    ]
+    arrays: list[np.ndarray] = []
+    for _ in range(random.integers(2, 40)):
+        view = whole.reshape(*shapes[random.integers(len(shapes))], -1)
+        view = view.transpose(random.permutation(view.ndim))
+        for axis in range(view.ndim):
+            start, step = random.integers(view.shape[axis]), random.choice([1, 1, 2, -1, -2])
+            view = view[(slice(None),) * axis + (slice(start, None, step),)]
+        if not any(np.shares_memory(view, other) and same_elements(view, other) for other in arrays):
+            arrays.append(view)
+    pairs = itertools.combinations(range(len(arrays)), 2)
+    assert overlaps(arrays) == {(i, j) for i, j in pairs if np.shares_memory(arrays[i], arrays[j])}
+
+
+def same_elements(one: np.ndarray, other: np.ndarray) -> bool:
+    return one.shape == other.shape and partition([one, other]) == {1: 0}
