@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from savestream.arrays import HostArray, dtype_from_name, host_view, is_array
+from savestream.arrays import HostArray, adapter_for, dtype_from_name
 from savestream.errors import PlanError
 from savestream.pipeline.compiled_plan import CompiledPlan, compile_plan
 from savestream.pipeline.coordination import Coordinator
@@ -135,9 +135,7 @@ def _resolve(planner: SavePlanner, item: WriteItem) -> HostArray:
         if data.nbytes != item.chunk_nbytes:
             raise PlanError(f"{key}: the planner planned {item.chunk_nbytes} bytes and resolved {data.nbytes}")
         return data
-    if not is_array(made):
-        raise PlanError(f"{key}: the planner resolved an array to {type(made).__qualname__}")
-    array = host_view(made)
+    array = _elements(made, key)
     dtype, sizes = dtype_from_name(item.tensor_data.properties.dtype), item.tensor_data.chunk.sizes
     if array.dtype != dtype or array.shape != sizes:
         raise PlanError(
@@ -145,6 +143,18 @@ def _resolve(planner: SavePlanner, item: WriteItem) -> HostArray:
             "change the item's tensor_data together with resolve_data"
         )
     return array
+
+
+def _elements(made: Any, key: str) -> HostArray:
+    """The elements of what a planner made, or an error by name where it has none that could be stored."""
+    adapter = adapter_for(type(made))
+    if adapter is None:
+        raise PlanError(f"{key}: the planner resolved an array to {type(made).__qualname__}")
+    adapter.info(made, key)
+    try:
+        return adapter.host_view(made)
+    except PlanError as error:
+        raise PlanError(f"{key}: {error}") from error
 
 
 def no_sources() -> ChunkSources:

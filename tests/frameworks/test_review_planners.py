@@ -19,6 +19,7 @@ import savestream
 from savestream import (
     CorruptCheckpointError,
     DefaultLoadPlanner,
+    DefaultSavePlanner,
     LoadMismatchError,
     LoadOptions,
     PlanError,
@@ -323,3 +324,47 @@ def test_a_box_of_an_unsupported_class_is_refused_by_key() -> None:
     leaf = boxed(torch.rand(4, 3), Wrapped, (4, 3), [(0, 0)], [(0, 0)], [(4, 3)])
     with pytest.raises(UnsafeObjectError, match=r"^layer\.a: .*Wrapped is not a supported array"):
         blocking.save({"layer": {"a": leaf}}, place)
+
+
+def freed(tensor: torch.Tensor) -> torch.Tensor:
+    made = tensor.clone()
+    made.untyped_storage().resize_(0)
+    return made
+
+
+def deleted(tensor: torch.Tensor) -> Any:
+    made = jnp.zeros(tensor.shape, "float32")
+    made.delete()
+    return made
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda tensor: tensor.to("meta"),
+        lambda tensor: tensor.to_sparse(),
+        lambda tensor: torch.quantize_per_tensor(tensor, 1.0, 0, torch.qint8),
+        lambda tensor: torch.nested.nested_tensor([tensor, tensor]),
+        freed,
+        deleted,
+        lambda tensor: np.array([None] * 8),
+    ],
+    ids=["meta", "sparse", "quantised", "nested", "freed", "deleted", "objects"],
+)
+@pytest.mark.parametrize("hook", ["transform_object", "resolve_data"])
+@pytest.mark.parametrize("stage", ["save", "eager", "lazy"])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+def test_what_a_save_planner_makes_without_elements_is_refused_by_key(make: Any, hook: str, stage: Any) -> None:
+    def made(planner: Any, item: Any, *rest: Any) -> Any:
+        found = getattr(DefaultSavePlanner, hook)(planner, item, *rest)
+        return make(found) if item.index.fqn == "layer.w" else found
+
+    planner = type("Making", (DefaultSavePlanner,), {hook: made})()
+    state = {"a": torch.ones(3), "layer": {"w": torch.arange(8.0)}}
+    place = fresh_place()
+    options = {} if stage == "save" else {"stage": stage}
+    save = blocking.save if stage == "save" else lambda *given, **named: blocking.start_save(*given, **named).result()
+    with pytest.raises((UnsafeObjectError, PlanError), match=r"^layer\.w: "):
+        save(state, place, planner=planner, **options)
+    assert not blocking.exists(place)
