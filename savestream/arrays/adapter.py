@@ -168,6 +168,10 @@ class ArrayAdapter(abc.ABC):
         """
         raise NotImplementedError(f"{type(self).__qualname__}: its arrays have memory of their own")
 
+    def tied(self, array: Any, made: Any) -> Any:
+        """The leaf that takes the target's place, with the memory of ``made``: that of an equal :meth:`identity`."""
+        raise NotImplementedError(f"{type(self).__qualname__}: its targets are never to share what they get")
+
     @abc.abstractmethod
     def from_host(self, array: HostArray, dtype: str) -> Any:
         """A leaf of this framework over a fresh numpy array; the array itself where the framework lacks its dtype."""

@@ -261,8 +261,14 @@ class DTensorAdapter(ArrayAdapter):
         made = type(array).from_local(
             local, array.device_mesh, array.placements, run_check=False, shape=array.shape, stride=array.stride()
         )
-        if isinstance(array, torch.nn.Parameter):
-            return torch.nn.Parameter(made, requires_grad=array.requires_grad)
+        return self._like(array, made)
+
+    def tied(self, array: Any, made: Any) -> Any:
+        return self._like(array, made.detach())
+
+    def _like(self, array: Any, made: Any) -> Any:
+        if isinstance(array, self._torch.nn.Parameter):
+            return self._torch.nn.Parameter(made, requires_grad=array.requires_grad)
         return made.requires_grad_(array.requires_grad)
 
     def from_host(self, array: HostArray, dtype: str) -> Any:

@@ -352,7 +352,12 @@ class TorchAdapter(ArrayAdapter):
         return array
 
     def _materialised(self, array: Any, content: HostArray) -> Any:
-        tensor = self.from_host(content, self._elements[array.dtype].name)
+        return self._like(array, self.from_host(content, self._elements[array.dtype].name))
+
+    def tied(self, array: Any, made: Any) -> Any:
+        return self._like(array, made.detach())  # one storage, one count of changes
+
+    def _like(self, array: Any, tensor: Any) -> Any:
         if type(array) is self._torch.nn.Parameter:
             return self._torch.nn.Parameter(tensor, requires_grad=array.requires_grad)
         return tensor.requires_grad_(array.requires_grad)

@@ -31,7 +31,7 @@ class OpenTarget(msgspec.Struct):
     shape: Shape
     boxes: Sequence[ChunkStorageMetadata] | None
     repeated: bool = False  # its memory is filled through another leaf
-    same: OpenTarget | None = None  # one that was opened before, and whose buffers it shares
+    same: OpenTarget | None = None  # one that was opened before, and whose memory it shares
     _parts: list[tuple[Shape, HostArray]] = []
     _made: Any = None
 
@@ -52,8 +52,9 @@ class OpenTarget(msgspec.Struct):
         parts, self._parts = self._parts, []
         if self.repeated:
             return self.leaf
-        if self.same is not None and self.same.leaf is self.leaf:
-            return self.same._made
+        if self.same is not None:
+            made = self.same._made
+            return made if self.same.leaf is self.leaf else self.adapter.tied(self.leaf, made)
         self._made = self.adapter.filled(self.leaf, parts)
         return self._made
 

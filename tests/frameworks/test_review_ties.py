@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 import torch
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from savestream import LoadMismatchError, SaveOptions, blocking
 from savestream.planners import ShardedArray
@@ -191,3 +192,61 @@ def test_a_box_of_jax_is_the_array_that_was_placed(tmp_path: Path) -> None:
     assert saved_bytes(state, tmp_path / "c") == whole.nbytes
     loaded = blocking.load(tmp_path / "c", state)
     assert all(np.array_equal(loaded[name], state[name]) for name in state)
+
+
+# --- tied targets without memory ---
+
+
+def test_tied_targets_without_memory_get_one_storage(tmp_path: Path) -> None:
+    weight = torch.rand(40, 3).bfloat16()
+    blocking.save({"a": weight, "b": [weight, weight, weight]}, tmp_path / "c")
+    base = torch.empty(40, 3, dtype=torch.bfloat16, device="meta")
+    frozen = torch.nn.Parameter(base, requires_grad=False)
+    target = {"a": base, "b": [torch.nn.Parameter(base), frozen, base.detach().requires_grad_()]}
+    loaded = blocking.load(tmp_path / "c", target)
+    found = [loaded["a"], *loaded["b"]]
+    assert [(type(tensor), tensor.requires_grad, tensor.is_leaf) for tensor in found] == [
+        (torch.Tensor, False, True),
+        (torch.nn.Parameter, True, True),
+        (torch.nn.Parameter, False, True),
+        (torch.Tensor, True, True),
+    ]
+    assert len({tensor.untyped_storage()._cdata for tensor in found}) == 1
+    assert all(torch.equal(tensor, weight) for tensor in found)
+    before = [tensor._version for tensor in found]
+    with torch.no_grad():
+        found[2].zero_()
+    assert [tensor._version for tensor in found] == [version + 1 for version in before]
+    assert not any(tensor.any() for tensor in found)
+    torch.save(loaded, tmp_path / "tied.pt")
+    torch.save({"a": weight, "b": [weight, weight.detach(), weight.data]}, tmp_path / "usual.pt")
+    assert (tmp_path / "tied.pt").stat().st_size < (tmp_path / "usual.pt").stat().st_size + weight.nbytes
+
+
+def test_a_change_through_one_tied_tensor_is_noticed_through_the_other(tmp_path: Path) -> None:
+    weight = torch.rand(5)
+    blocking.save({"a": weight, "b": weight}, tmp_path / "c")
+    base = torch.empty(5, device="meta")
+    loaded = blocking.load(tmp_path / "c", {"a": base.detach(), "b": base.detach()})
+    product = (torch.ones(5, requires_grad=True) * loaded["a"]).sum()
+    loaded["b"].zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+def test_tied_distributed_tensors_without_memory_get_one_storage(tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        weight = torch.rand(6, 2)
+        blocking.save({"a": weight, "b": weight}, tmp_path / "c")
+        base = distribute_tensor(weight, mesh, [Shard(0)]).to("meta")
+        target = {"a": base, "b": torch.nn.Parameter(base)}
+        loaded = blocking.load(tmp_path / "c", target)
+    finally:
+        torch.distributed.destroy_process_group()
+    locals_ = [loaded["a"].to_local(), loaded["b"].to_local()]
+    assert type(loaded["b"].data) is type(loaded["a"])
+    assert isinstance(loaded["b"], torch.nn.Parameter)
+    assert len({tensor.untyped_storage()._cdata for tensor in locals_}) == 1
+    assert all(torch.equal(tensor, weight) for tensor in locals_)
