@@ -26,7 +26,7 @@ from savestream.planners.paths import Path, Selection, SelectionKey, path_to_fqn
 from savestream.planners.plan import LoadPlan, ReadItem
 from savestream.planners.rebuilding import Filled, merge_value, pick, rebuild_into, replace_at
 from savestream.planners.scalars import OpenNumber, number_type
-from savestream.planners.sharding import shard_array
+from savestream.planners.sharding import is_sharded, shard_array
 from savestream.planners.structure import LeafNode, MappingNode, StateTree
 from savestream.planners.trees import flat_keys, tree_from_names, tree_mappings
 from savestream.planners.value_decoding import decode_value, decode_value_bytes, unpickle_object
@@ -269,7 +269,7 @@ class DefaultLoadPlanner(LoadPlanner):
             leaf = self.state_dict[index.fqn]
         except KeyError:
             raise PlanError(f"{index.fqn}: the plan names a leaf that the target does not have") from None
-        if index.offset is not None and hasattr(leaf, "global_shape"):
+        if index.offset is not None and is_sharded(leaf):
             return shard_array(leaf, index)
         return leaf
 

@@ -28,7 +28,7 @@ from savestream.planners.save_plans import (
     merge_planner_data,
     shardless_names,
 )
-from savestream.planners.sharding import ShardedArray, flatten_shards, shard_array
+from savestream.planners.sharding import ShardedArray, flatten_shards, is_sharded, shard_array
 from savestream.planners.trees import tree_mappings
 from savestream.planners.validation import check_global_plan
 
@@ -242,7 +242,7 @@ class DefaultSavePlanner(SavePlanner):
             leaf = self._leaves[index.fqn]
         except KeyError:
             raise PlanError(f"{index.fqn}: the plan names a leaf that the state does not have") from None
-        return shard_array(leaf, index) if index.offset is not None and hasattr(leaf, "global_shape") else leaf
+        return shard_array(leaf, index) if index.offset is not None and is_sharded(leaf) else leaf
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002 - a public parameter name
         """What is written for an object: captured bytes for a value, the local array for an array.

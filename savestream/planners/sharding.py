@@ -1,7 +1,8 @@
 """Arrays of which a rank holds boxes: the protocol that such leaves follow, and the one for plain arrays.
 
-A leaf is sharded when it has ``global_shape``. Its boxes are ``zip(global_offsets, local_sizes)``; the elements of a
-box come from ``__get_tensor_shard__(index)`` where the leaf has it, else from slicing the leaf at ``local_offsets``.
+A leaf is sharded when it has ``global_shape``, unless it is a plain array of numpy's or torch's. Its boxes are
+``zip(global_offsets, local_sizes)``; the elements of a box come from ``__get_tensor_shard__(index)`` where the leaf has
+it, else from slicing the leaf at ``local_offsets``.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from savestream.arrays import adapter_of, array_info, as_plain_array, is_array
+from savestream.arrays import adapter_of, array_info, as_plain_array, is_array, plain_array_types
 from savestream.errors import PlanError, UnsafeObjectError
 from savestream.planners.metadata import ChunkStorageMetadata, MetadataIndex, Shape
 
@@ -120,8 +121,11 @@ def _dtype_of(array: Any) -> str:
 
 
 def is_sharded(value: object) -> bool:
-    """Whether a leaf is sharded. One probe; ``isinstance`` on the protocol is ten times slower."""
-    return hasattr(value, "global_shape")
+    """Whether a leaf is sharded: it has ``global_shape``, and is no plain array to which someone gave that name.
+
+    One probe for most; ``isinstance`` on the protocol is ten times slower.
+    """
+    return hasattr(value, "global_shape") and type(value) not in plain_array_types()
 
 
 def check_boxes(leaf: Any, key: str) -> None:

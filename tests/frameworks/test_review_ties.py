@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from savestream import LoadMismatchError, SaveOptions, blocking
-from savestream.planners import ShardedArray
+from savestream.planners import DefaultLoadPlanner, DefaultSavePlanner, MetadataIndex, ShardedArray
 
 # --- arrays of no dimension for numbers ---
 
@@ -250,3 +250,40 @@ def test_tied_distributed_tensors_without_memory_get_one_storage(tmp_path: Path)
     assert isinstance(loaded["b"], torch.nn.Parameter)
     assert len({tensor.untyped_storage()._cdata for tensor in locals_}) == 1
     assert all(torch.equal(tensor, weight) for tensor in locals_)
+
+
+# --- names on plain tensors ---
+
+
+class LooksUpEach(DefaultSavePlanner):
+    """Overrides what is asked for each item, and so is asked for each."""
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return super().lookup_object(index)
+
+
+class LooksUpEachTarget(DefaultLoadPlanner):
+    """As LooksUpEach, for loads."""
+
+    def lookup_tensor(self, index: MetadataIndex) -> Any:
+        return super().lookup_tensor(index)
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor.detach, torch.nn.Parameter])
+@pytest.mark.parametrize("state_of", [lambda t: t, lambda t: {"a": t}, lambda t: {"a": t, "b": 1}])
+def test_a_name_on_a_plain_tensor_makes_no_sharded_one(kind: Any, state_of: Any, tmp_path: Path) -> None:
+    def named(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = kind(tensor)
+        tensor.global_shape = (8, 3)
+        return tensor
+
+    saved, own = torch.rand(4, 3), named(torch.zeros(4, 3))
+    blocking.save(state_of(named(saved)), tmp_path / "c", planner=LooksUpEach())
+    blocking.save(state_of(named(saved)), tmp_path / "usual")
+    blocking.load(tmp_path / "c", state_of(own), planner=LooksUpEachTarget())
+    assert torch.equal(own, saved)
+    with torch.no_grad():
+        own.zero_()
+    blocking.load(tmp_path / "usual", state_of(own))
+    assert torch.equal(own, saved)
+    assert own.global_shape == (8, 3)
