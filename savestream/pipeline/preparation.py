@@ -116,7 +116,12 @@ def _make_sources(planner: SavePlanner, compiled: CompiledPlan, creates: bool) -
     live = planner.resolve_items(compiled.chunk_items[: compiled.opaque_from])
     opaque = [_resolve(planner, item) for item in compiled.chunk_items[compiled.opaque_from :]]
     items = compiled.chunk_items
-    sources = LiveSources([*live, *opaque], lambda chunk: _dtype_of(items[chunk]), lambda chunk: items[chunk].index.fqn)
+    sources = LiveSources(
+        [*live, *opaque],
+        lambda chunk: _dtype_of(items[chunk]),
+        lambda chunk: items[chunk].index.fqn,
+        items[: compiled.opaque_from],
+    )
     return lambda: sources
 
 

@@ -11,6 +11,8 @@ from savestream.arrays import ArrayAdapter, HostArray, adapter_of, as_plain_elem
 from savestream.errors import PlanError
 from savestream.pipeline.buffers import Bytes
 from savestream.pipeline.layout import Block, Piece
+from savestream.pipeline.planned_leaves import PlannedLeaves
+from savestream.planners.plan import WriteItem
 
 __all__ = ["ChunkSources", "LiveSources", "ResolvedSources", "fill_block"]
 
@@ -49,6 +51,7 @@ class LiveSources(ChunkSources):
     """The leaves themselves: nothing is created, so any thread may ask for any chunk.
 
     ``dtypes`` and ``names`` say of a chunk what the plan does; a leaf that is no longer there is named in the error.
+    The first chunks are compared with the items that ``planned`` has for them.
     """
 
     def __init__(
@@ -56,16 +59,20 @@ class LiveSources(ChunkSources):
         arrays: Sequence[Any],
         dtypes: Callable[[int], np.dtype[Any]],
         names: Callable[[int], str] = "chunk {}".format,
+        planned: Sequence[WriteItem] = (),
     ) -> None:
         self._arrays = arrays
         self._dtypes = dtypes
         self._names = names
+        self._planned = PlannedLeaves(planned)
+        self._compared = len(planned)
 
     def get(self, chunk: int) -> HostArray:
         return as_plain_elements(host_view(self._arrays[chunk]))
 
     def copy(self, chunk: int, start: int, stop: int, target: Bytes) -> None:
         leaf = self._arrays[chunk]
+        self._check([chunk], [leaf])
         if type(leaf) is np.ndarray:
             super().copy(chunk, start, stop, target)
             return
@@ -78,6 +85,7 @@ class LiveSources(ChunkSources):
     def join(self, chunks: Sequence[int]) -> bytes | HostArray:
         arrays = self._arrays
         leaves = [arrays[chunk] for chunk in chunks]
+        self._check(chunks, leaves)
         kinds = set(map(type, leaves))
         if kinds == {np.ndarray}:
             return _join(leaves)
@@ -86,6 +94,13 @@ class LiveSources(ChunkSources):
             return adapters[0].join(leaves) if len(adapters) == 1 else _join([host_view(leaf) for leaf in leaves])
         except PlanError as error:
             raise self._named(chunks, error) from error
+
+    def _check(self, chunks: Sequence[int], leaves: Sequence[Any]) -> None:
+        if max(chunks, default=0) < self._compared:
+            self._planned.check(chunks, leaves)
+        elif self._compared:
+            pairs = [pair for pair in zip(chunks, leaves, strict=True) if pair[0] < self._compared]
+            self._planned.check([chunk for chunk, _ in pairs], [leaf for _, leaf in pairs])
 
     def _named(self, chunks: Sequence[int], error: PlanError) -> PlanError:
         """The error of the first of several leaves that cannot be read, with its name."""

@@ -368,3 +368,54 @@ def test_what_a_save_planner_makes_without_elements_is_refused_by_key(make: Any,
     with pytest.raises((UnsafeObjectError, PlanError), match=r"^layer\.w: "):
         save(state, place, planner=planner, **options)
     assert not blocking.exists(place)
+
+
+class Meddling(DefaultSavePlanner):
+    """Has something happen to the state as soon as it is planned."""
+
+    def __init__(self, happens: Any) -> None:
+        super().__init__()
+        self.happens = happens
+
+    def finish_plan(self, new_plan: Any) -> Any:
+        self.happens()
+        return super().finish_plan(new_plan)
+
+
+def with_data(make: Any) -> Any:
+    def happens(tensor: torch.Tensor) -> None:
+        tensor.data = make(tensor)
+
+    return happens
+
+
+CHANGES = {
+    "smaller": with_data(lambda tensor: torch.zeros(len(tensor) // 2)),
+    "larger": with_data(lambda tensor: torch.zeros(len(tensor) * 2)),
+    "reshaped": with_data(lambda tensor: torch.zeros(2, len(tensor) // 2)),
+    "wider": with_data(lambda tensor: torch.zeros(len(tensor), dtype=torch.float64)),
+    "integers": with_data(lambda tensor: torch.zeros(len(tensor), dtype=torch.int32)),
+    "resized": lambda tensor: tensor.resize_(len(tensor) // 2),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=list(CHANGES))
+@pytest.mark.parametrize("count", [8, 1 << 21], ids=["small", "large"])
+@pytest.mark.parametrize("others", [torch.ones, np.ones], ids=["tensors", "mixed"])
+def test_a_tensor_that_changes_after_it_was_planned_is_refused_by_key(change: Any, count: int, others: Any) -> None:
+    tensor, place = torch.zeros(count), fresh_place()
+    state = {"a": others(5), "layer": {"w": tensor}, "z": [others(3), b"bytes"]}
+    with pytest.raises(PlanError, match=r"^layer\.w: it was planned as float32 of shape .* and is now"):
+        blocking.save(state, place, planner=Meddling(lambda: change(tensor)))
+    assert not blocking.exists(place)
+
+
+@pytest.mark.parametrize("count", [8, 1 << 21], ids=["small", "large"])
+def test_a_tensor_with_other_data_of_the_same_kind_is_saved(count: int) -> None:
+    tensor, place = torch.zeros(count), fresh_place()
+    state = {"a": torch.ones(5), "j": jnp.arange(3), "b": memoryview(b"abc"), "w": tensor}
+    blocking.save(state, place, planner=Meddling(lambda: with_data(lambda found: torch.ones(len(found)))(tensor)))
+    found = blocking.load(place)
+    assert found["w"].all()
+    assert (found["j"] == np.arange(3)).all()
+    assert found["b"].tobytes() == b"abc"

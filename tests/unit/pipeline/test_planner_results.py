@@ -1,4 +1,4 @@
-"""What planners of users give to a load is checked before anything is read into it."""
+"""What planners of users give, and what became of leaves since they were planned, is checked before it is used."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from numpy.lib.stride_tricks import as_strided
 
 import savestream
-from savestream import DefaultLoadPlanner, PlanError, SaveOptions
+from savestream import DefaultLoadPlanner, DefaultSavePlanner, PlanError, SaveOptions
 from savestream.pipeline.buffers import allocate_array
 from savestream.planners import LoadPlanner, create_default_local_load_plan
 from savestream.storage_backends import MemoryBackend
@@ -187,3 +187,64 @@ async def test_a_planner_keeps_nothing_of_a_target(fails: bool) -> None:
     if not fails:  # and it serves again
         await savestream.load(await saved(), {"w": target}, planner=planner)
         assert target.tobytes() == SOURCE.tobytes()
+
+
+class Meddling(DefaultSavePlanner):
+    """Has something happen to the state as soon as it is planned."""
+
+    def __init__(self, happens: Callable[[], None]) -> None:
+        super().__init__()
+        self.happens = happens
+
+    def finish_plan(self, new_plan: Any) -> Any:
+        self.happens()
+        return super().finish_plan(new_plan)
+
+
+async def save_staged(stage: Any, state: Any, place: Any, planner: DefaultSavePlanner) -> None:
+    if stage == "save":
+        await savestream.save(state, place, planner=planner)
+    else:
+        await (await savestream.start_save(state, place, planner=planner, stage=stage))
+
+
+def resized(array: np.ndarray) -> None:
+    array.resize((array.shape[0] * 2,), refcheck=False)
+
+
+def as_integers(array: np.ndarray) -> None:
+    array.dtype = "i4"
+
+
+def reshaped(array: np.ndarray) -> None:
+    array.shape = (2, -1)
+
+
+@pytest.mark.parametrize("happens", [resized, as_integers, reshaped], ids=lambda function: function.__name__)
+@pytest.mark.parametrize("count", [8, 1 << 21], ids=["small", "large"])
+@pytest.mark.parametrize("stage", ["save", "eager", "lazy"])
+@pytest.mark.filterwarnings("ignore:Setting the (shape|dtype):DeprecationWarning")
+async def test_an_array_that_changes_after_it_was_planned_is_refused_by_key(
+    happens: Any, count: int, stage: Any
+) -> None:
+    array = np.zeros(count, "f4")
+    state = {"a": np.ones(5), "layer": {"w": array}, "z": [np.ones(3, "f4"), b"bytes"]}
+    place, planner = (MemoryBackend(), "c"), Meddling(lambda: happens(array))
+    with pytest.raises(PlanError, match=r"^layer\.w: it was planned as float32 of shape .* and is now"):
+        await save_staged(stage, state, place, planner)
+    assert not await savestream.exists(place)
+
+
+async def test_arrays_that_only_change_their_elements_are_saved() -> None:
+    state = {"a": np.ones(5), "w": np.zeros(1 << 20), "i": np.zeros(7, "i2"), "t": np.zeros((3, 4)).T, "o": b"x"}
+
+    def fill() -> None:
+        for array in state.values():
+            if isinstance(array, np.ndarray):
+                array += 5
+
+    place = MemoryBackend(), "c"
+    await savestream.save(state, place, planner=Meddling(fill))
+    found = await savestream.load(place)
+    assert all(np.array_equal(found[name], state[name]) for name in state)
+    assert found["t"][0, 0] == 5
