@@ -269,13 +269,13 @@ class _Walker:
     def _suffixes_and_children(
         self, container: Any, category: Category, name: str
     ) -> tuple[Sequence[str], Iterable[Any]]:
-        kind, first = type(container), not name
+        kind = type(container)
         if kind in MAPPINGS:
-            return _key_suffixes(container, first), container.values()
+            return _key_suffixes(container, name), container.values()
         if kind in SEQUENCES:
             return [f"[{position}]" for position in range(len(container))], container
         parts, children = self.opened.contents(container, category, name)
-        return [part_suffix(part, first=first) for part in parts], children
+        return [part_suffix(part, first=not name, beneath=name) for part in parts], children
 
     def _token(self, container: Any, category: Category, name: str) -> str:
         try:
@@ -303,13 +303,13 @@ class _Walker:
             raise refusal(leaf, name)
 
 
-def _key_suffixes(mapping: Any, first: bool) -> Sequence[str]:
-    """The texts that the keys add to a name. Plain str keys are checked all at once."""
+def _key_suffixes(mapping: Any, name: str) -> Sequence[str]:
+    """The texts that the keys add to the name of a mapping. Plain str keys are checked all at once."""
     if set(map(type, mapping)) == {str}:
         joined = "".join(mapping)
         if joined.isascii() and "" not in mapping and not _SPECIAL.search(joined):
-            return list(mapping) if first else ["." + key for key in mapping]
-    return [part_suffix(key, first=first) for key in mapping]
+            return list(mapping) if not name else ["." + key for key in mapping]
+    return [part_suffix(key, first=not name, beneath=name) for key in mapping]
 
 
 class _TreeBuilder:

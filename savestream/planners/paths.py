@@ -20,6 +20,7 @@ import msgspec
 from savestream.errors import CorruptCheckpointError, PlanError
 from savestream.planners.value_decoding import decode_value_bytes
 from savestream.planners.value_encoding import encode_value_bytes
+from savestream.planners.value_refusals import describe_type
 
 __all__ = [
     "Index",
@@ -57,13 +58,13 @@ def path_to_fqn(path: Sequence[object]) -> str:
     """The text of a typed path; different paths have different texts."""
     fqn = ""
     for part in path:
-        fqn += part_suffix(part, first=not fqn)
+        fqn += part_suffix(part, first=not fqn, beneath=fqn)
     return fqn
 
 
-def part_suffix(part: object, *, first: bool) -> str:
-    """What one part adds to the text of the path before it."""
-    text = part_text(part)
+def part_suffix(part: object, *, first: bool, beneath: str = "") -> str:
+    """What one part adds to the text of the path before it, ``beneath``, which names in errors where it stands."""
+    text = part_text(part, beneath)
     return text if first or not (type(part) is str and part) else "." + text
 
 
@@ -72,7 +73,7 @@ def _escape(match: re.Match[str]) -> str:
     return f"\\u{ord(character):04x}" if character >= "\ud800" else "\\" + character
 
 
-def _key_part(part: object) -> str:
+def _key_part(part: object, beneath: str) -> str:
     """The bracketed text of a part that is no str (or an empty one)."""
     kind = type(part)
     if isinstance(part, Index):
@@ -89,7 +90,8 @@ def _key_part(part: object) -> str:
         return f"[float:{part!r}]"
     if isinstance(part, bytes) and kind is bytes:
         return f"[bytes:{part.hex()}]"
-    text = encode_value_bytes(part, f"the dict key {part!r}").decode()
+    # Not its repr, which may be as long as a tensor's.
+    text = encode_value_bytes(part, f"{beneath or 'the state'}: a dict key of class {describe_type(part)}").decode()
     return f"[value:{_ESCAPED.sub(_backslash, text)}]"
 
 
@@ -157,13 +159,13 @@ _KEY_PARSERS: dict[str, Callable[[str], object]] = {
 }
 
 
-def part_text(part: object) -> str:
+def part_text(part: object, beneath: str = "") -> str:
     """One part as text that compares and hashes without mixing up 1, 1.0 and True."""
     if type(part) is str and part:
         if part.isascii():  # replacing three characters is several times faster than the pattern
             return part.replace("\\", "\\\\").replace(".", "\\.").replace("[", "\\[")
         return _SPECIAL.sub(_escape, part) if _SPECIAL.search(part) else part
-    return _key_part(part)
+    return _key_part(part, beneath)
 
 
 # --- selection ---

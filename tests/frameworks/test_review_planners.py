@@ -419,3 +419,14 @@ def test_a_tensor_with_other_data_of_the_same_kind_is_saved(count: int) -> None:
     assert found["w"].all()
     assert (found["j"] == np.arange(3)).all()
     assert found["b"].tobytes() == b"abc"
+
+
+def test_parameters_as_dict_keys_are_refused_by_place_and_class() -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    with pytest.raises(UnsafeObjectError) as caught:
+        blocking.save({"s": optimizer.state}, fresh_place())
+    assert str(caught.value).startswith("s: a dict key of class torch.nn.parameter.Parameter: ")
+    assert "tensor(" not in str(caught.value)

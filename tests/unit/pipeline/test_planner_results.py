@@ -12,7 +12,7 @@ import pytest
 from numpy.lib.stride_tricks import as_strided
 
 import savestream
-from savestream import DefaultLoadPlanner, DefaultSavePlanner, PlanError, SaveOptions
+from savestream import DefaultLoadPlanner, DefaultSavePlanner, PlanError, SaveOptions, UnsafeObjectError
 from savestream.pipeline.buffers import allocate_array
 from savestream.planners import LoadPlanner, create_default_local_load_plan
 from savestream.storage_backends import MemoryBackend
@@ -248,3 +248,27 @@ async def test_arrays_that_only_change_their_elements_are_saved() -> None:
     found = await savestream.load(place)
     assert all(np.array_equal(found[name], state[name]) for name in state)
     assert found["t"][0, 0] == 5
+
+
+class Verbose:
+    def __repr__(self) -> str:
+        return "verbose " * 1000
+
+
+@pytest.mark.parametrize("value", [1, np.ones(2)], ids=["value", "array"])
+@pytest.mark.parametrize(
+    ("wrap", "place"),
+    [
+        (lambda mapping: mapping, "the state"),
+        (lambda mapping: {"s": mapping}, "s"),
+        (lambda mapping: {"a": [0, {"b.c": mapping}]}, r"a[1].b\.c"),
+    ],
+    ids=["root", "beneath", "deep"],
+)
+@pytest.mark.parametrize("key", [Verbose(), (1, Verbose()), frozenset([Verbose()])], ids=["key", "tuple", "set"])
+async def test_a_refused_dict_key_is_located(key: Any, wrap: Any, place: str, value: Any) -> None:
+    with pytest.raises(UnsafeObjectError) as caught:
+        await savestream.save(wrap({key: value}), (MemoryBackend(), "c"))
+    kind = f"{type(key).__module__}.{type(key).__qualname__}"
+    assert str(caught.value).startswith(f"{place}: a dict key of class {kind}: ")
+    assert "verbose" not in str(caught.value)
