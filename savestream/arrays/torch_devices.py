@@ -50,4 +50,4 @@ def join_on_device(torch: Any, tensors: list[Any]) -> HostArray:
     if not joined.numel():
         return np.empty(0, np.uint8)
     # Not numpy(): where one tensor was joined it is the caller's memory, which that would forbid to be resized.
-    return view_of_memory(joined.data_ptr(), joined.numel(), joined.untyped_storage(), (joined.numel(),), _BYTE, None)
+    return view_of_memory(joined.data_ptr(), joined.untyped_storage(), (joined.numel(),), _BYTE, None)

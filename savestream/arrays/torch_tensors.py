@@ -264,7 +264,7 @@ class TorchAdapter(ArrayAdapter):
         storage = tensor.untyped_storage()
         if storage.nbytes() < tensor.storage_offset() * dtype.itemsize + extent:
             raise _freed()
-        return view_of_memory(tensor.data_ptr(), extent, storage, shape, dtype, strides)
+        return view_of_memory(tensor.data_ptr(), storage, shape, dtype, strides)
 
     def copy_elements(self, array: Any, start: int, stop: int, target: HostArray) -> None:
         if self._has_flipped_signs(array):

@@ -252,6 +252,19 @@ async def load(
         Data or manifest are damaged. A target that was being filled has undefined content.
     UnsafeObjectError
         The checkpoint holds pickled objects and ``LoadOptions(allow_pickle=True)`` is not given.
+
+    Notes
+    -----
+    A target's memory is written from other threads until the load ends. Do not read or resize it meanwhile, and free no
+    storage of it (``untyped_storage().resize_``): that can end the process.
+
+    A target must lie in memory that can be written. PyTorch forgets that an array was read-only: a tensor made by
+    ``torch.from_numpy`` over a read-only map of a file (``numpy.memmap(mode="r")``) cannot be told from others, and
+    writing to it ends the process; map the file with mode ``"c"`` instead. The array itself is refused by name.
+
+    New arrays lie in memory of savestream's own, aligned so that storage reads straight into it. They are freed as any
+    other, but PyTorch cannot resize the storage of a tensor made so (``framework="torch"``, or a target on the meta
+    device); ``clone()`` it where that is needed, as FSDP does between steps.
     """
     request = _load_request(src, target, keys, strict, cast, framework, options, planner, coordinator, observer)
     return await call(LoadTask(request).run, "load")

@@ -28,6 +28,7 @@ from savestream import (
     UnsafeObjectError,
     blocking,
 )
+from savestream.arrays import adapter_for, host_view
 from savestream.planners import LoadItemType
 from savestream.storage_backends import Fault, FaultyBackend, Gate, MemoryBackend
 
@@ -430,3 +431,20 @@ def test_parameters_as_dict_keys_are_refused_by_place_and_class() -> None:
         blocking.save({"s": optimizer.state}, fresh_place())
     assert str(caught.value).startswith("s: a dict key of class torch.nn.parameter.Parameter: ")
     assert "tensor(" not in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64])
+def test_views_of_tensors_of_many_sizes_share_a_class_and_keep_the_storage(dtype: Any) -> None:
+    tensors = [torch.ones(count, dtype=torch.float32).to(dtype) for count in range(1, 100)]
+    adapter = adapter_for(torch.Tensor)
+    assert adapter is not None
+    views = adapter.own_memories(tensors)
+    assert {type(view.base) for view in views} == {type(views[0].base)}
+    assert all(view.flags.writeable for view in views)
+    expected = [bytes(tensor.view(torch.uint8).numpy()) for tensor in tensors]
+    del tensors
+    gc.collect()
+    torch.zeros(1 << 12)
+    assert [view.tobytes() for view in views] == expected
+    strided = torch.arange(24.0).reshape(4, 6)[1:, ::2].T
+    assert host_view(strided).tolist() == strided.tolist()
