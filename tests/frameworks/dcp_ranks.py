@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from dcp_after_failure_scenarios import AFTER_FAILURE_SCENARIOS
 from dcp_peer_scenarios import PEER_SCENARIOS
 from dcp_rank_scenarios import OWN_SCENARIOS, SLOW_SCENARIOS
 from dcp_rank_support import Ranks
@@ -28,6 +29,7 @@ SCENARIOS: dict[str, dict[str, tuple[str, Callable[[Ranks], None]]]] = {
     "all": {
         **{f"{kind}: {name}": (kind, play) for name, play in PEER_SCENARIOS.items() for kind in KINDS},
         **{f"savestream: {name}": ("savestream", play) for name, play in OWN_SCENARIOS.items()},
+        **{f"savestream: {name}": ("savestream", play) for name, play in AFTER_FAILURE_SCENARIOS.items()},
     },
     "slow": {f"savestream: {name}": ("savestream", play) for name, play in SLOW_SCENARIOS.items()},
 }

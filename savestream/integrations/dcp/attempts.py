@@ -38,6 +38,8 @@ class Attempt:
         self.world_size = 1
         self.standing = Standing()
         self.owners: dict[tuple[str, Shape | None], int] = {}
+        self.sent_plan: Any = None
+        self.checks_keys = True  # see plan_cache
         self._leftovers: weakref.finalize[Any, Any] | None = None
 
     def may_leave_data(self) -> None:
@@ -96,6 +98,7 @@ class Attempt:
             )
         if self.rank is not None and self.rank != ticket.rank:
             raise CoordinationError(f"rank {self.rank} was sent the plan of rank {ticket.rank}; nothing was written")
+        self.checks_keys = ticket.checks_keys
         return ticket.save_id, ticket.rank
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from savestream.arrays import ArrayInfo, array_refusal, dtype_from_name, framework_adapter
 from savestream.errors import PlanError, UnsafeObjectError
 from savestream.integrations.dcp.frameworks import checkpoint_module, torch_module
+from savestream.integrations.dcp.plan_cache import CACHE_CURE, caches_plans
 from savestream.pipeline.buffers import Bytes
 from savestream.pipeline.compiled_plan import chunk_shape
 from savestream.pipeline.layout import ChunkShape, plan_blocks, plan_layout
@@ -72,7 +73,7 @@ class RankItems:
             self._infos.append(_BYTES)
             self._requires_grad.append(False)
             return
-        tensor = _plain_tensor(made, item)
+        tensor = _plain_tensor(made, item, self._planner)
         info = self._adapter.info(tensor, item.index.fqn)
         self._infos.append(info)
         self._requires_grad.append(bool(made.requires_grad))
@@ -135,7 +136,7 @@ class RankItems:
         if self._is_bytes(number):
             return self._held[number]
         item, expected = self._items[number], self._infos[number]
-        tensor = _plain_tensor(self._planner.resolve_data(item), item)
+        tensor = _plain_tensor(self._planner.resolve_data(item), item, self._planner)
         found = self._adapter.info(tensor, item.index.fqn)
         if (found.dtype, found.shape) != (expected.dtype, expected.shape):
             raise PlanError(
@@ -168,7 +169,7 @@ def _content(made: Any, key: str) -> Bytes:
     return np.frombuffer(made.getbuffer(), np.uint8)
 
 
-def _plain_tensor(made: Any, item: Any) -> Any:
+def _plain_tensor(made: Any, item: Any, planner: Any) -> Any:
     """The tensor without its history, checked against the box that the plan says."""
     torch, key = torch_module(), item.index.fqn
     if not isinstance(made, torch.Tensor):
@@ -178,8 +179,9 @@ def _plain_tensor(made: Any, item: Any) -> Any:
         cure = array_refusal(tensor) or "resolve it to its local shard, or to a plain tensor"
         raise UnsafeObjectError(f"{key}: {type(made).__qualname__} cannot be stored; {cure}")
     if tuple(tensor.shape) != tuple(item.tensor_data.chunk.sizes):
+        cure = CACHE_CURE if caches_plans(planner) else "change the item's tensor_data together with resolve_data"
         raise PlanError(
             f"{key}: the planner planned a chunk of shape {tuple(item.tensor_data.chunk.sizes)} and resolved a tensor "
-            f"of shape {tuple(tensor.shape)}; change the item's tensor_data together with resolve_data"
+            f"of shape {tuple(tensor.shape)}; {cure}"
         )
     return tensor

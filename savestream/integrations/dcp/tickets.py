@@ -19,15 +19,16 @@ __all__ = ["Inbox", "SaveTicket", "open_inbox"]
 
 
 class SaveTicket:
-    """A save's id, and which of how many ranks the plan is for."""
+    """A save's id, which of how many ranks the plan is for, and whether keys have to be checked."""
 
-    def __init__(self, save_id: str, rank: int, world_size: int) -> None:
+    def __init__(self, save_id: str, rank: int, world_size: int, checks_keys: bool = True) -> None:
         self.save_id = save_id
         self.rank = rank
         self.world_size = world_size
+        self.checks_keys = checks_keys
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_arrived, (self.save_id, self.rank, self.world_size))
+        return (_arrived, (self.save_id, self.rank, self.world_size, self.checks_keys))
 
 
 class Inbox:
@@ -50,8 +51,8 @@ def open_inbox() -> Inbox:
     return inbox
 
 
-def _arrived(save_id: str, rank: int, world_size: int) -> SaveTicket:
-    ticket = SaveTicket(save_id, rank, world_size)
+def _arrived(save_id: str, rank: int, world_size: int, checks_keys: bool) -> SaveTicket:
+    ticket = SaveTicket(save_id, rank, world_size, checks_keys)
     inbox = _opened.inbox
     if inbox is not None and inbox.ticket is None:
         inbox.ticket = ticket

@@ -16,6 +16,7 @@ import anyio
 import msgspec
 
 from savestream.errors import PlanError, SaveTimeoutError, UsageError
+from savestream.integrations.dcp import plan_cache
 from savestream.integrations.dcp.attempts import Attempt
 from savestream.integrations.dcp.composition import compose, correct_metadata
 from savestream.integrations.dcp.destination import Destination
@@ -147,6 +148,7 @@ class StorageWriter(JoinsTorch):
     def prepare_local_plan(self, plan: Any) -> Any:
         """Look at the destination, on the coordinator, before anything is written."""
         attempt = self._attempt
+        attempt.sent_plan = plan
         if attempt.is_coordinator:
             attempt.standing = run_on_engine(
                 lambda: examine_destination(attempt.location, overwrite=self._overwrite), "examining the destination"
@@ -161,8 +163,10 @@ class StorageWriter(JoinsTorch):
             attempt.owners = {
                 (item.index.fqn, _offsets(item)): rank for rank, plan in enumerate(plans) for item in plan.items
             }
+        attempt.checks_keys = plan_cache.begin_check(plans)
         return [
-            replace(plan, storage_data=SaveTicket(attempt.save_id, rank, len(plans))) for rank, plan in enumerate(plans)
+            replace(plan, storage_data=SaveTicket(attempt.save_id, rank, len(plans), attempt.checks_keys))
+            for rank, plan in enumerate(plans)
         ]
 
     def write_data(self, plan: Any, planner: Any) -> Any:
@@ -180,8 +184,12 @@ class StorageWriter(JoinsTorch):
         attempt = self._attempt
         save_id, rank = attempt.identify(plan)
         attempt.may_leave_data()
-        if not plan.items:
-            return []
+        left = plan_cache.keys_left_to_others(attempt.sent_plan, plan, planner, is_asked=attempt.checks_keys)
+        attempt.sent_plan = None
+        return plan_cache.RankResults(self._write_items(plan, planner, save_id, rank) if plan.items else [], left)
+
+    def _write_items(self, plan: Any, planner: Any, save_id: str, rank: int) -> list[Any]:
+        attempt = self._attempt
         items = RankItems(plan, planner)
         items.settle_devices()
         chunks = items.chunks()
@@ -214,6 +222,7 @@ class StorageWriter(JoinsTorch):
         """On the coordinator: check that everything was written exactly once, and publish the checkpoint."""
         attempt = self._attempt
         try:
+            plan_cache.refuse_lost_keys(metadata, results, is_asked=attempt.checks_keys)
             composition = compose(
                 metadata, results, attempt.owners, save_id=attempt.save_id, world_size=attempt.world_size
             )
