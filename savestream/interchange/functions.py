@@ -116,19 +116,20 @@ async def import_torch(
     observer: Observer | None = None,
     on_unsupported: OnUnsupported = "raise",
 ) -> ConversionInfo:
-    """Convert a file that ``torch.save`` wrote, with ``torch.load(weights_only=True, mmap=True)``.
+    """Convert a file that ``torch.save`` wrote. PyTorch is not needed, and nothing in it is run.
 
     Takes what :func:`import_dcp` takes, but for
 
     Parameters
     ----------
     src
-        The file. Its tensors are mapped, not read into memory, unless the file is of the format before PyTorch 1.6.
+        The file. Its tensors are read range by range, unless the file is of the format before PyTorch 1.6: such files
+        are loaded whole, with ``torch.load(weights_only=True)``.
 
     Raises
     ------
     UsageError
-        PyTorch is not installed.
+        The file is of the format before PyTorch 1.6, and PyTorch is not imported.
     """
     read = _reader(src, on_unsupported, read_torch)
     return await _convert("import_torch", read, dest, options, overwrite, verify, observer)

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 from savestream.errors import CorruptCheckpointError, SavestreamError, UnsafeObjectError
 
-__all__ = ["Constructor", "InertObject", "NamedGlobal", "show"]
+__all__ = ["Constructor", "InertObject", "NamedGlobal", "UnreadObject", "WithUnread", "show"]
 
 Constructor: TypeAlias = Callable[..., object]
 
@@ -25,6 +25,9 @@ class NamedGlobal:
         """The object that the pickle wants made."""
         if self.constructor is None or type(arguments) is not tuple:
             raise UnsafeObjectError(f"it applies {self.name}, which would be code to run")
+        for argument in arguments:
+            if type(argument) is UnreadObject:  # what is made of something unread is unread too
+                return argument
         try:
             return self.constructor(*arguments)
         except SavestreamError:
@@ -45,6 +48,22 @@ class InertObject:
     def set_state(self, state: object) -> None:
         """Take the state; classes that check it override this."""
         self.state = state
+
+
+class UnreadObject(InertObject):
+    """What only running code could make; whatever the pickle does with it is ignored, so that the rest can be read."""
+
+    __slots__ = ()
+
+    def set_state(self, state: object) -> None:
+        """Nothing is kept."""
+
+
+class WithUnread(dict[str, object]):
+    """A table of names in which all that it lacks makes unread objects instead of being refused at once."""
+
+    def __missing__(self, name: str) -> NamedGlobal:
+        return NamedGlobal(name, lambda *_: UnreadObject(name))
 
 
 def show(value: object) -> str:

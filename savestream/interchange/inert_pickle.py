@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from savestream.errors import CorruptCheckpointError, SavestreamError, UnsafeObjectError
-from savestream.interchange.inert_objects import InertObject, NamedGlobal, show
+from savestream.interchange.inert_objects import InertObject, NamedGlobal, UnreadObject, show
 
 __all__ = ["read_pickle"]
 
@@ -166,11 +166,13 @@ class _Machine:
 
     def append(self) -> None:
         item = self._stack.pop()
-        self._list().append(item)
+        if type(self._stack[-1]) is not UnreadObject:
+            self._list().append(item)
 
     def appends(self) -> None:
         items = self._pop_mark()
-        self._list().extend(items)
+        if type(self._stack[-1]) is not UnreadObject:
+            self._list().extend(items)
 
     def _list(self) -> list[Any]:
         target = self._stack[-1]
@@ -181,12 +183,15 @@ class _Machine:
     def set_item(self) -> None:
         value = self._stack.pop()
         key = self._stack.pop()
-        self._mapping()[_checked_key(key)] = value
+        if type(self._stack[-1]) is not UnreadObject:
+            self._mapping()[_checked_key(key)] = value
 
     def set_items(self) -> None:
         items = self._pop_mark()
         if len(items) % 2:
             raise ValueError("a key lacks its value")
+        if type(self._stack[-1]) is UnreadObject:
+            return
         mapping = self._mapping()
         for place in range(0, len(items), 2):
             mapping[_checked_key(items[place])] = items[place + 1]
@@ -200,6 +205,8 @@ class _Machine:
     def add_items(self) -> None:
         items = self._pop_mark()
         target = self._stack[-1]
+        if type(target) is UnreadObject:
+            return
         if type(target) is not set:
             raise TypeError("items are added to what is no set")
         target.update(map(_checked_key, items))
@@ -252,6 +259,8 @@ class _Machine:
         self.reduce()
 
     def _apply(self, target: object, arguments: object) -> object:
+        if type(target) is UnreadObject:
+            return target
         if not isinstance(target, NamedGlobal):
             raise UnsafeObjectError(f"it applies {show(target)}, which is no class or function")
         return target.apply(arguments)
@@ -291,6 +300,8 @@ def _checked_key(key: object) -> object:
             if seen + len(pending) > _MAXIMUM_KEY_PARTS:
                 raise ValueError("a key has too many parts")
         return key
+    if isinstance(key, UnreadObject):
+        raise UnsafeObjectError(f"a key is {show(key)}, which is not among what is read without running code")
     raise TypeError(f"a key is a {kind.__name__}")
 
 

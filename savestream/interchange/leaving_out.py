@@ -7,6 +7,7 @@ from typing import Any
 
 from savestream.arrays import adapter_for
 from savestream.errors import UnsafeObjectError
+from savestream.interchange.inert_objects import UnreadObject
 from savestream.planners.paths import Index, path_to_fqn
 from savestream.planners.value_encoding import MAXIMUM_DEPTH, encode_value
 
@@ -54,6 +55,8 @@ def _visit(value: Any, path: tuple[object, ...], skipped: dict[str, str]) -> Any
 def _problem(leaf: Any, path: tuple[object, ...]) -> str | None:
     """Why a leaf cannot be stored."""
     key, adapter = path_to_fqn(path), adapter_for(type(leaf))
+    if type(leaf) is UnreadObject:
+        return f"{key}: it needs {leaf.kind[:200]}, which is not among what is read without running code"
     try:
         if adapter is None:
             encode_value(leaf, key)

@@ -12,11 +12,19 @@ from savestream.arrays import dtype_itemsize
 from savestream.arrays.file_arrays import FileArray
 from savestream.arrays.file_sources import ByteSource
 from savestream.errors import CorruptCheckpointError, UnsafeObjectError
-from savestream.interchange.inert_objects import show
+from savestream.interchange.inert_objects import UnreadObject, show
 from savestream.interchange.inert_pickle import read_pickle
 from savestream.interchange.numpy_pickles import PickledArray
 from savestream.interchange.stored_zip import StoredZip, Window
-from savestream.interchange.torch_pickles import TENSOR_NAMES, VALUE_NAMES, StoredTensor, TorchDtype, storage_id
+from savestream.interchange.torch_pickles import (
+    TENSOR_NAMES,
+    VALUE_NAMES,
+    VALUE_NAMES_WITH_UNREAD,
+    StoredTensor,
+    TorchDtype,
+    storage_id,
+    storage_id_or_unread,
+)
 from savestream.planners import RecordedObject
 
 __all__ = ["ArchiveReader"]
@@ -40,6 +48,8 @@ class ArchiveReader:
         self._prefix = self._find_prefix()
         self._swapped = self._is_big_endian()
         self._containers = 0
+        self._arrays: dict[StoredTensor, FileArray] = {}
+        self._with_unread = False
 
     def _find_prefix(self) -> str:
         """The directory in the archive that all of its members lie in."""
@@ -71,10 +81,23 @@ class ArchiveReader:
         """What the archive holds: plain values, containers and tensors."""
         return self._convert(read_pickle(self._pickle(), VALUE_NAMES, storage_id), _Place(None, self._name), 0)
 
+    def value_with_unread(self) -> object:
+        """The same, but what only running code could make is an :class:`UnreadObject` in its place."""
+        self._with_unread = True
+        found = read_pickle(self._pickle(), VALUE_NAMES_WITH_UNREAD, storage_id_or_unread)
+        return self._convert(found, _Place(None, self._name), 0)
+
     def _pickle(self) -> bytes:
         return self._zip.read(self._zip.members[f"{self._prefix}data.pkl"], _MAXIMUM_PICKLE_BYTES)
 
     def _array(self, tensor: StoredTensor, name: str) -> FileArray:
+        """The tensor as an array; one that is there twice is one array, as tied weights are."""
+        found = self._arrays.get(tensor)
+        if found is None:
+            found = self._arrays[tensor] = self._new_array(tensor, name)
+        return found
+
+    def _new_array(self, tensor: StoredTensor, name: str) -> FileArray:
         storage = tensor.storage
         member = self._zip.members.get(f"{self._prefix}data/{storage.key}")
         if member is None:
@@ -120,6 +143,8 @@ class ArchiveReader:
         if kind in (dict, OrderedDict):
             pairs = [(key, self._convert(item, _Place(place, key), depth + 1)) for key, item in value.items()]
             return dict(pairs) if kind is dict else self._ordered(value, pairs, place, depth)
+        if self._with_unread:
+            return value if kind is UnreadObject else UnreadObject(show(value))
         raise UnsafeObjectError(f"it holds {show(value)}, which is no plain value")
 
     def _ordered(self, value: Any, pairs: list[tuple[Any, object]], place: _Place, depth: int) -> OrderedDict[Any, Any]:

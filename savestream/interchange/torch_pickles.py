@@ -13,7 +13,7 @@ import msgspec
 
 from savestream.arrays.dtypes import OPAQUE_DTYPES, dtype_itemsize
 from savestream.errors import CorruptCheckpointError, UnsafeObjectError
-from savestream.interchange.inert_objects import NamedGlobal, show
+from savestream.interchange.inert_objects import NamedGlobal, UnreadObject, WithUnread, show
 from savestream.interchange.numpy_pickles import NUMPY_NAMES
 from savestream.planners import RecordedObject
 
@@ -22,11 +22,13 @@ __all__ = [
     "TENSOR_NAMES",
     "UNSUPPORTED_DTYPES",
     "VALUE_NAMES",
+    "VALUE_NAMES_WITH_UNREAD",
     "StorageClass",
     "StorageId",
     "StoredTensor",
     "TorchDtype",
     "storage_id",
+    "storage_id_or_unread",
 ]
 
 _MAXIMUM_DIMENSIONS = 64
@@ -94,6 +96,15 @@ def storage_id(identifier: object) -> StorageId:
             return StorageId(key, dtype, count * (1 if dtype is None else dtype_itemsize(dtype)))
         case _:
             raise CorruptCheckpointError(f"it refers to {show(identifier)}, which is no storage")
+
+
+def storage_id_or_unread(identifier: object) -> StorageId | UnreadObject:
+    """The same where storages may be of classes that are not read, such as those of quantised tensors."""
+    match identifier:
+        case ("storage", NamedGlobal(name=name), str(), str(), int()):
+            return UnreadObject(name)
+        case _:
+            return storage_id(identifier)
 
 
 def _integers(values: object, what: str) -> tuple[int, ...]:
@@ -190,6 +201,25 @@ def _rebuild_parameter(tensor: object, requires_grad: object, hooks: object) -> 
     return tensor
 
 
+def _rebuild_parameter_with_state(tensor: object, requires_grad: object, hooks: object, state: object) -> StoredTensor:
+    """A parameter with attributes of its own, which are no part of a checkpoint."""
+    del state
+    return _rebuild_parameter(tensor, requires_grad, hooks)
+
+
+def _rebuild_from_type(function: object, kind: object, arguments: object, state: object) -> object:
+    """A tensor with attributes of its own, which are no part of a checkpoint; subclasses may mean anything."""
+    del state
+    if not isinstance(function, NamedGlobal) or not isinstance(kind, NamedGlobal):
+        raise CorruptCheckpointError(f"{show(kind)} stands where a tensor's class belongs")
+    if kind.name not in _TENSOR_CLASSES:
+        return UnreadObject(kind.name)
+    found = function.apply(arguments)
+    if not isinstance(found, StoredTensor | UnreadObject):
+        raise CorruptCheckpointError(f"{show(found)} stands where a tensor belongs")
+    return found
+
+
 def _ordered_dict(*arguments: Any) -> OrderedDict[Any, Any]:
     if arguments:
         raise CorruptCheckpointError("an OrderedDict is made of arguments")
@@ -254,6 +284,7 @@ def _complex(real: object, imaginary: object) -> complex:
     return complex(real, imaginary)
 
 
+_TENSOR_CLASSES = ("torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter")
 _DTYPES = {f"torch.{name}": TorchDtype(name) for name in (*_NATIVE, *OPAQUE_DTYPES)}
 
 # For the items of tensors: the rebuilding functions and nothing else.
@@ -266,6 +297,11 @@ TENSOR_NAMES: Mapping[str, object] = MappingProxyType(
         "torch._utils._rebuild_tensor_v2": NamedGlobal("torch._utils._rebuild_tensor_v2", _rebuild_v2),
         "torch._utils._rebuild_tensor_v3": NamedGlobal("torch._utils._rebuild_tensor_v3", _rebuild_v3),
         "torch._utils._rebuild_parameter": NamedGlobal("torch._utils._rebuild_parameter", _rebuild_parameter),
+        "torch._utils._rebuild_parameter_with_state": NamedGlobal(
+            "torch._utils._rebuild_parameter_with_state", _rebuild_parameter_with_state
+        ),
+        "torch._tensor._rebuild_from_type_v2": NamedGlobal("torch._tensor._rebuild_from_type_v2", _rebuild_from_type),
+        **{name: NamedGlobal(name) for name in _TENSOR_CLASSES},
         "collections.OrderedDict": NamedGlobal("collections.OrderedDict", _ordered_dict),
         "torch.Size": NamedGlobal("torch.Size", _size),
     }
@@ -292,6 +328,9 @@ VALUE_NAMES: Mapping[str, object] = MappingProxyType(
         **{f"{module}.complex": NamedGlobal("complex", _complex) for module in ("builtins", "__builtin__")},
     }
 )
+
+# For whole files, of which a part may be of use where another cannot be read.
+VALUE_NAMES_WITH_UNREAD: Mapping[str, object] = MappingProxyType(WithUnread(VALUE_NAMES))
 
 METADATA_DTYPES: Mapping[str, object] = MappingProxyType(
     {**_DTYPES, **{f"torch.{name}": TorchDtype(name) for name in UNSUPPORTED_DTYPES}}
