@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -54,13 +55,13 @@ class StorageReader(JoinsTorch):
         self._source = Destination(source)
         self._cast = cast
         self._options = LoadOptions() if options is None else options
-        self._readable: ReadableCheckpoint | None = None
+        self._own = threading.local()  # each thread's load is of the checkpoint that it opened
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_source": self._source, "_cast": self._cast, "_options": self._options, "_readable": None}
+        return {name: value for name, value in self.__dict__.items() if name != "_own"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        self.__dict__.update(state, _own=threading.local())
 
     @property
     def checkpoint_id(self) -> str | None:
@@ -78,7 +79,7 @@ class StorageReader(JoinsTorch):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Start a new load, from another place if one is given."""
-        self._readable = None
+        self._own.readable = None
         if checkpoint_id is not None:
             self._source.reset(checkpoint_id)
 
@@ -87,11 +88,11 @@ class StorageReader(JoinsTorch):
         """Read the manifest. Nothing of it is unpickled."""
         del args, options
         location = self._source.locate()
-        self._readable = run_on_engine(
+        self._own.readable = readable = run_on_engine(
             lambda: following_overwrites(location, lambda found: open_readable(found, self._options)),
             "reading the metadata",
         )
-        metadata = self._readable.torch_metadata()
+        metadata = readable.torch_metadata()
         metadata.storage_meta.load_id = new_save_id()
         return metadata
 
@@ -101,10 +102,10 @@ class StorageReader(JoinsTorch):
 
     @property
     def _opened(self) -> ReadableCheckpoint:
-        if self._readable is None:
+        if getattr(self._own, "readable", None) is None:
             self.read_metadata()
-        assert self._readable is not None  # noqa: S101 - set by reading
-        return self._readable
+        readable: ReadableCheckpoint = self._own.readable
+        return readable
 
     def prepare_local_plan(self, plan: Any) -> Any:
         """Tell the coordinator which save this rank reads."""
@@ -133,6 +134,11 @@ class StorageReader(JoinsTorch):
 
     def _read(self, plan: Any, planner: Any) -> None:
         readable = self._opened
+        if plan.storage_data not in (None, readable.save_id):
+            raise CoordinationError(
+                f"{readable.checkpoint.place}: the plan was made for save {plan.storage_data}, and this thread has "
+                f"opened save {readable.save_id}; nothing was read. Call the reader's hooks in the thread that loads"
+            )
         tensor_type = checkpoint_module("planner").LoadItemType.TENSOR
         self._load_values([item for item in plan.items if item.type is not tensor_type], planner, readable)
         tensors = [item for item in plan.items if item.type is tensor_type]

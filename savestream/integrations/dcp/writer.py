@@ -79,11 +79,12 @@ class StorageWriter(JoinsTorch):
         self._attempts = threading.local()
 
     def __getstate__(self) -> dict[str, Any]:
+        state = {name: value for name, value in self.__dict__.items() if name != "_attempts"}
         options = self._options
         if options.staging_pool is not None:  # a pool is this process's memory; its limit still holds
             limit = options.staging_limit_bytes
-            options = msgspec.structs.replace(options, staging_pool=None, memory_budget_bytes=limit)
-        return {"_destination": self._destination, "_overwrite": self._overwrite, "_options": options}
+            state["_options"] = msgspec.structs.replace(options, staging_pool=None, memory_budget_bytes=limit)
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _attempts=threading.local())
