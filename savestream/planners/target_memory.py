@@ -13,7 +13,7 @@ from savestream.arrays import ArrayInfo, adapter_of
 from savestream.planners.interleaving import Placed, candidates
 from savestream.planners.metadata import Shape
 
-__all__ = ["TargetArray", "examine_targets"]
+__all__ = ["TargetArray", "examine_targets", "overlapping"]
 
 _MAXIMUM_WORK = 100_000  # of numpy's exact test for common elements
 
@@ -56,7 +56,7 @@ def examine_targets(targets: Sequence[TargetArray]) -> tuple[list[tuple[int, int
             ties.append((first, position))
     wrong = {position for position, _ in problems}
     distinct = [position for position in first_of.values() if position not in wrong]
-    for first, second in _overlapping(spans, distinct):
+    for first, second in overlapping(spans, distinct):
         text = f"{targets[first].name} and {targets[second].name}: the targets share a part of their memory"
         problems.append((second, text))
     return ties, problems
@@ -117,8 +117,8 @@ def _overlaps_itself(info: ArrayInfo) -> bool:
     return False
 
 
-def _overlapping(targets: Sequence[Placed], positions: Sequence[int]) -> list[tuple[int, int]]:
-    """Pairs that share memory."""
+def overlapping(targets: Sequence[Placed], positions: Sequence[int]) -> list[tuple[int, int]]:
+    """Pairs of positions, the smaller one first, whose arrays share memory; none of them is empty."""
     likely = candidates(targets, positions)
     pairs = itertools.chain(likely.pairs, *[_reaching_over(targets, group) for group in likely.groups])
     return sorted({(min(pair), max(pair)) for pair in pairs if _share_memory(targets[pair[0]], targets[pair[1]])})

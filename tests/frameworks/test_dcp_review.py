@@ -5,14 +5,19 @@ from __future__ import annotations
 import pickle
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from dcp_support import load, save
 
+import savestream.blocking
 from savestream.errors import CoordinationError
+from savestream.integrations.dcp import targets
 from savestream.integrations.torch import StorageReader, StorageWriter
 
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable):UserWarning")]
@@ -74,6 +79,79 @@ def test_a_plan_of_another_save_is_refused(tmp_path: Path) -> None:
         load(target, reader, planner=Other())
     assert isinstance(caught.value.failures[0][0], CoordinationError)
     assert not target["w"].any()
+
+
+# --- a refused load ---------------------------------------------------------------------------------------
+
+
+def _sparse() -> torch.Tensor:
+    return torch.eye(2).to_sparse()
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (lambda: torch.zeros(1).expand(2, 2), {}, "z: the target's elements overlap each other"),
+        (lambda: torch.zeros(2, 2, dtype=torch.float64), {"cast": False}, r"z \(checkpoint float32, target float64\)"),
+        (_sparse, {}, "z: a tensor of layout torch.sparse_coo"),
+    ],
+    ids=["self-overlapping", "dtype", "layout"],
+)
+def test_a_refused_load_leaves_the_target_as_it_was(tmp_path: Path, make: Any, options: Any, message: str) -> None:
+    """What cannot be filled comes last, after values and after tensors of more than one batch."""
+    saved = {"value": {"x": 5, "y": [1, 2]}, "a": torch.arange(4.0), "b": torch.ones(3), "z": torch.ones(2, 2)}
+    save(saved, StorageWriter(tmp_path / "c"))
+    target = {"value": {"x": 0, "y": [0]}, "a": torch.zeros(4), "b": torch.zeros(3), "z": make()}
+    version = target["a"]._version
+    with (
+        mock.patch.object(targets, "_BATCH_BYTES", 0),
+        pytest.raises(dcp.CheckpointException, match=message),
+    ):
+        load(target, StorageReader(tmp_path / "c", **options))
+    assert target["value"] == {"x": 0, "y": [0]}
+    assert not target["a"].any()
+    assert target["a"]._version == version
+    assert not target["b"].any()
+
+
+def test_a_refused_value_leaves_the_target_as_it_was(tmp_path: Path) -> None:
+    state = {"a": np.arange(4.0), "plain": 3, "unsafe": complex}
+    savestream.blocking.save(state, tmp_path / "c", options=savestream.SaveOptions(allow_pickle=True))
+    target = {"a": torch.zeros(4, dtype=torch.float64), "plain": 0, "unsafe": None}
+    with pytest.raises(dcp.CheckpointException, match="unsafe: stored with pickle"):
+        load(target, StorageReader(tmp_path / "c"))
+    assert target["plain"] == 0
+    assert not target["a"].any()
+
+
+# --- targets beside each other ----------------------------------------------------------------------------
+
+
+def _targets(tensors: dict[str, torch.Tensor]) -> list[targets.Target]:
+    return [
+        targets.Target(SimpleNamespace(dest_index=SimpleNamespace(fqn=name)), tensor, None, None, False)  # type: ignore[arg-type]
+        for name, tensor in tensors.items()
+    ]
+
+
+def test_columns_of_one_matrix_are_filled_together() -> None:
+    whole = torch.zeros(50, 3000)
+    columns = {f"c{number}": whole[:, number] for number in range(3000)}
+    assert [len(group) for group in targets.rounds(_targets(columns))] == [3000]
+    crossing = {**columns, "row": whole[7], "block": whole[10:20, 5:8], "c5 again": whole[:, 5]}
+    assert [[target.name for target in group] for group in targets.rounds(_targets(crossing))] == [
+        list(columns),
+        ["row", "block"],
+        ["c5 again"],
+    ]
+
+
+def test_columns_of_one_matrix_load(tmp_path: Path) -> None:
+    saved = {f"c{number}": torch.full((40,), float(number)) for number in range(60)}
+    save(saved, StorageWriter(tmp_path / "c"))
+    whole = torch.zeros(40, 60)
+    load({f"c{number}": whole[:, number] for number in range(60)}, StorageReader(tmp_path / "c"))
+    assert torch.equal(whole, torch.arange(60.0).expand(40, 60))
 
 
 # --- subclasses -------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,14 @@ from savestream.integrations.dcp.destination import Destination
 from savestream.integrations.dcp.frameworks import checkpoint_module, run_on_engine, torch_module
 from savestream.integrations.dcp.joining import JoinsTorch
 from savestream.integrations.dcp.reading import ReadableCheckpoint, StoredValue, open_readable
-from savestream.integrations.dcp.targets import Target, batches, check_dtypes, rounds
+from savestream.integrations.dcp.targets import (
+    Target,
+    batches,
+    check_dtypes,
+    examined_targets,
+    gives_the_state,
+    rounds,
+)
 from savestream.pipeline.arguments import check_flag, check_kind
 from savestream.pipeline.commit import new_save_id
 from savestream.pipeline.open_checkpoint import following_overwrites
@@ -140,13 +147,25 @@ class StorageReader(JoinsTorch):
                 f"opened save {readable.save_id}; nothing was read. Call the reader's hooks in the thread that loads"
             )
         tensor_type = checkpoint_module("planner").LoadItemType.TENSOR
-        self._load_values([item for item in plan.items if item.type is not tensor_type], planner, readable)
+        values = [item for item in plan.items if item.type is not tensor_type]
         tensors = [item for item in plan.items if item.type is tensor_type]
-        for batch in batches(tensors, planner, readable):
+        # Whatever can be refused is refused before the state changes.
+        for item in values:
+            readable.check_value(item.storage_index.fqn)
+        targets: Iterable[Target] = examined_targets(tensors, planner, readable)
+        own_state = gives_the_state(planner)
+        if own_state:  # else a target may take memory, and is made when it is filled
+            targets = list(targets)
+            if not self._cast:
+                check_dtypes(targets)
+            self._load_values(values, planner, readable)
+        for batch in batches(targets, own_state=own_state):
             if not self._cast:
                 check_dtypes(batch)
-            for targets in rounds(batch):
-                self._fill(targets, planner, readable)
+            for group in rounds(batch):
+                self._fill(group, planner, readable)
+        if not own_state:
+            self._load_values(values, planner, readable)
 
     def _load_values(self, items: Sequence[Any], planner: Any, readable: ReadableCheckpoint) -> None:
         for batch in _value_batches(items, readable):

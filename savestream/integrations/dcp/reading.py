@@ -117,20 +117,26 @@ class ReadableCheckpoint:
             return None
 
     def stored_value(self, fqn: str) -> StoredValue:
-        """What has to be read before :meth:`stream` can give a value that is no tensor for torch."""
-        leaf = self._by_name.get(fqn)
-        if leaf is None:
-            raise PlanError(f"{fqn}: the plan asks for a value that {self.checkpoint.place} does not hold")
+        """What has to be read before :meth:`stream` can give a value that :meth:`check_value` has found."""
+        leaf = self._by_name[fqn]
         if leaf.source == "value":
             return StoredValue(leaf, None, [])
         array, reads = _whole(self.checkpoint, self._entries[leaf.name], leaf.name)
         return StoredValue(leaf, array, reads)
 
+    def check_value(self, fqn: str) -> None:
+        """Refuse, before anything is read, a value that is not there or would need code that was not allowed."""
+        leaf = self._by_name.get(fqn)
+        if leaf is None:
+            raise PlanError(f"{fqn}: the plan asks for a value that {self.checkpoint.place} does not hold")
+        if isinstance(leaf.value, UnsafeObjectError):
+            raise leaf.value
+        if leaf.name in self._pickles and not self._options.allow_pickle:
+            unpickle_object(b"", allow_pickle=False, key=leaf.fqn)
+
     def stream(self, stored: StoredValue) -> io.BytesIO:
         """What a planner's ``load_bytes`` takes: the bytes that a planner produced, or torch's form of a value."""
         value = self._value(stored)
-        if isinstance(value, UnsafeObjectError):
-            raise value
         if self._extras is not None and isinstance(value, bytes):
             return io.BytesIO(value)  # as the planner made them
         stream = io.BytesIO()

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 
-from savestream.arrays import HostArray, adapter_for, dtype_from_name, framework_adapter
+from savestream.arrays import ArrayInfo, HostArray, adapter_for, dtype_from_name, framework_adapter
 from savestream.errors import LoadMismatchError, PlanError, SavestreamError
 from savestream.integrations.dcp.frameworks import checkpoint_module, torch_module
 from savestream.integrations.dcp.reading import ReadableCheckpoint
 from savestream.pipeline.buffers import allocate_array
 from savestream.pipeline.open_checkpoint import ChunkLocation
 from savestream.pipeline.rank_reads import BoxRead
+from savestream.planners.interleaving import Placed
+from savestream.planners.target_memory import overlapping
 
-__all__ = ["Target", "batches", "check_dtypes", "rounds"]
+__all__ = ["Target", "batches", "check_dtypes", "examined_targets", "gives_the_state", "rounds"]
 
 _BATCH_BYTES = 256 * 1024 * 1024
 
@@ -23,19 +25,32 @@ _BATCH_BYTES = 256 * 1024 * 1024
 class Target(msgspec.Struct):
     """One item to read: the planner's tensor without its history, and the array that takes the stored elements.
 
-    ``array`` is the tensor's own memory, unless ``copies``.
+    ``array`` is the tensor's own memory, unless ``copies``; then it is None until :meth:`allocate`.
     """
 
     item: Any
     tensor: Any
     chunk: ChunkLocation
-    array: HostArray
+    array: HostArray | None
     copies: bool
+
+    @property
+    def name(self) -> str:
+        return str(self.item.dest_index.fqn)
+
+    def allocate(self) -> None:
+        """Take memory for the stored elements where they cannot go straight into the tensor."""
+        if self.array is None:
+            self.array = allocate_array(dtype_from_name(self.chunk.dtype), tuple(self.item.lengths))
 
     def read(self) -> BoxRead:
         """What is to be read for it."""
         item = self.item
-        return BoxRead(item.dest_index.fqn, self.chunk, tuple(item.storage_offsets), tuple(item.lengths), self.array)
+        return BoxRead(self.name, self.chunk, tuple(item.storage_offsets), tuple(item.lengths), self._memory())
+
+    def _memory(self) -> HostArray:
+        assert self.array is not None  # noqa: S101 - allocated with its batch
+        return self.array
 
     def complete(self) -> None:
         """Bring what was read into the tensor, and tell autograd that it changed."""
@@ -45,38 +60,55 @@ class Target(msgspec.Struct):
                 torch.autograd.graph.increment_version(self.tensor)
             return
         try:
-            self.tensor.copy_(framework_adapter("torch").from_host(self.array, self.chunk.dtype))
+            self.tensor.copy_(framework_adapter("torch").from_host(self._memory(), self.chunk.dtype))
         except (RuntimeError, NotImplementedError) as error:
-            raise PlanError(
-                f"{self.item.dest_index.fqn}: torch cannot copy {self.chunk.dtype} into a {self.tensor.dtype} "
-                f"{type(self.tensor).__qualname__}: {error}"
-            ) from error
+            raise _cannot_copy(self, error) from error
+        self.array = None
 
 
-def batches(items: Sequence[Any], planner: Any, readable: ReadableCheckpoint) -> Iterator[list[Target]]:
-    """Targets for the items, in order, as many at once as 256 MiB of memory allow that did not exist before."""
-    gives_own = _gives_the_state(planner)
-    batch: list[Target] = []
-    made_bytes = 0
+def gives_the_state(planner: Any) -> bool:
+    """Whether a planner resolves items to the target's own tensors, which costs nothing."""
+    default = checkpoint_module().DefaultLoadPlanner
+    names = ("resolve_tensor", "lookup_tensor", "transform_tensor")
+    return isinstance(planner, default) and all(
+        getattr(type(planner), name) is getattr(default, name) for name in names
+    )
+
+
+def examined_targets(items: Iterable[Any], planner: Any, readable: ReadableCheckpoint) -> Iterator[Target]:
+    """Targets for the items, in order; each has been found fit to be filled.
+
+    Raises
+    ------
+    LoadMismatchError, PlanError
+        One is not: it overlaps itself, has another shape, or a layout or dtype that cannot be filled; names it.
+    """
+    copyable: set[tuple[Any, ...]] = set()
     for item in items:
         target = _target(item, planner, readable)
-        nbytes = (target.array.nbytes if target.copies else 0) + (0 if gives_own else target.tensor.nbytes)
+        if target.copies:
+            _check_copy(target, copyable)
+        yield target
+
+
+def batches(targets: Iterable[Target], *, own_state: bool) -> Iterator[list[Target]]:
+    """As many at once as 256 MiB of memory allow that did not exist before."""
+    batch: list[Target] = []
+    made_bytes = 0
+    for target in targets:
+        nbytes = (_stored_bytes(target) if target.copies else 0) + (0 if own_state else target.tensor.nbytes)
         if batch and made_bytes + nbytes > _BATCH_BYTES:
             yield batch
             batch, made_bytes = [], 0
+        target.allocate()
         batch.append(target)
         made_bytes += nbytes
     if batch:
         yield batch
 
 
-def _gives_the_state(planner: Any) -> bool:
-    """Whether a planner resolves items to the target's own tensors."""
-    default = checkpoint_module().DefaultLoadPlanner
-    names = ("resolve_tensor", "lookup_tensor", "transform_tensor")
-    return isinstance(planner, default) and all(
-        getattr(type(planner), name) is getattr(default, name) for name in names
-    )
+def _stored_bytes(target: Target) -> int:
+    return int(target.tensor.numel()) * dtype_from_name(target.chunk.dtype).itemsize
 
 
 def _target(item: Any, planner: Any, readable: ReadableCheckpoint) -> Target:
@@ -90,9 +122,7 @@ def _target(item: Any, planner: Any, readable: ReadableCheckpoint) -> Target:
     if _overlaps_itself(tensor):
         raise LoadMismatchError(problems=[f"{key}: the target's elements overlap each other; load into a copy of it"])
     own = _own_memory(tensor, key, chunk.dtype)
-    if own is not None:
-        return Target(item, tensor, chunk, own, False)
-    return Target(item, tensor, chunk, allocate_array(dtype_from_name(chunk.dtype), tuple(item.lengths)), True)
+    return Target(item, tensor, chunk, own, own is None)
 
 
 def _own_memory(tensor: Any, key: str, stored: str) -> HostArray | None:
@@ -120,15 +150,36 @@ def _overlaps_itself(tensor: Any) -> bool:
     return False
 
 
-def check_dtypes(targets: Sequence[Target]) -> None:
+def check_dtypes(targets: Iterable[Target]) -> None:
     """Refuse, all at once, targets of another dtype than the stored one."""
     wrong = []
     for target in targets:
         wanted = str(target.tensor.dtype).removeprefix("torch.")
         if wanted != target.chunk.dtype:
-            wrong.append(f"{target.item.dest_index.fqn} (checkpoint {target.chunk.dtype}, target {wanted})")
+            wrong.append(f"{target.name} (checkpoint {target.chunk.dtype}, target {wanted})")
     if wrong:
         raise LoadMismatchError(dtype_mismatches=wrong)
+
+
+def _check_copy(target: Target, known: set[tuple[Any, ...]]) -> None:
+    """Copy no element into a tensor of the same kind, which shows whether torch has such a copy."""
+    tensor = target.tensor
+    kind = (type(tensor), tensor.dtype, tensor.device, target.chunk.dtype)
+    if type(tensor) is not torch_module().Tensor or kind in known:
+        return
+    empty = allocate_array(dtype_from_name(target.chunk.dtype), (0,))
+    try:
+        tensor.new_empty((0,)).copy_(framework_adapter("torch").from_host(empty, target.chunk.dtype))
+    except (RuntimeError, NotImplementedError) as error:
+        raise _cannot_copy(target, error) from error
+    known.add(kind)
+
+
+def _cannot_copy(target: Target, error: Exception) -> PlanError:
+    return PlanError(
+        f"{target.name}: torch cannot copy {target.chunk.dtype} into a {target.tensor.dtype} "
+        f"{type(target.tensor).__qualname__}: {error}"
+    )
 
 
 def rounds(targets: Sequence[Target]) -> list[list[Target]]:
@@ -136,8 +187,7 @@ def rounds(targets: Sequence[Target]) -> list[list[Target]]:
 
     Targets of one name never overlap; those of different names do where tensors are tied or views of each other.
     """
-    spans = [_span(target) for target in targets]
-    clashes = _clashes(targets, spans)
+    clashes = _clashes(targets)
     if not clashes:
         return [list(targets)]
     number_of: list[int] = []
@@ -149,29 +199,24 @@ def rounds(targets: Sequence[Target]) -> list[list[Target]]:
     return grouped
 
 
-_Span = tuple[str, int, int]  # device, first and last address
-
-
-def _span(target: Target) -> _Span | None:
-    tensor = target.tensor
-    if type(tensor) is not torch_module().Tensor or not tensor.numel():
-        return None
-    steps = zip(tensor.stride(), tensor.shape, strict=True)
-    reach = sum(step * (size - 1) for step, size in steps) * tensor.element_size()
-    low = tensor.data_ptr()
-    return str(tensor.device), low, low + reach + tensor.element_size()
-
-
-def _clashes(targets: Sequence[Target], spans: Sequence[_Span | None]) -> dict[int, list[int]]:
-    """For each target the earlier ones of other names whose addresses meet its own."""
-    known = sorted([(*span, position) for position, span in enumerate(spans) if span is not None])
+def _clashes(targets: Sequence[Target]) -> dict[int, list[int]]:
+    """For each target the earlier ones of other names that share memory with it."""
+    torch = torch_module()
+    by_device: dict[Any, list[int]] = {}
+    for position, target in enumerate(targets):
+        if type(target.tensor) is torch.Tensor and target.tensor.numel():
+            by_device.setdefault(target.tensor.device, []).append(position)
     clashes: dict[int, list[int]] = {}
-    active: list[tuple[str, int, int]] = []  # device, end, position
-    for device, low, high, position in known:
-        active = [entry for entry in active if entry[0] == device and entry[1] > low]
-        name = targets[position].item.dest_index.fqn
-        for _, _, other in active:
-            if targets[other].item.dest_index.fqn != name:
-                clashes.setdefault(max(position, other), []).append(min(position, other))
-        active.append((device, high, position))
+    for positions in by_device.values():
+        placed = [_placed(targets[position].tensor) for position in positions]
+        for pair in overlapping(placed, range(len(placed))):
+            first, second = positions[pair[0]], positions[pair[1]]
+            if targets[first].name != targets[second].name:
+                clashes.setdefault(second, []).append(first)
     return clashes
+
+
+def _placed(tensor: Any) -> Placed:
+    size = tensor.element_size()
+    strides = tuple([step * size for step in tensor.stride()])
+    return Placed(ArrayInfo(str(tensor.dtype), tuple(tensor.shape), strides, size), tensor.data_ptr())
