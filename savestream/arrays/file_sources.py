@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import errno
+import mmap
 import os
 import stat
 import threading
@@ -11,14 +13,25 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from savestream.errors import CorruptCheckpointError, UsageError
 
 __all__ = ["ByteSource", "EndOfSourceError", "FilePool", "PooledFile", "UnpooledFile"]
 
-# Linux moves less than 2 GiB per call, and smaller pieces end sooner when the reader is to stop.
-_CALL_BYTES = 1 << 30
+# Per call through the page cache: larger ones let the device wait for the copying.
+_CALL_BYTES = 4 * 1024 * 1024
+DIRECT = getattr(os, "O_DIRECT", 0)
+DIRECT_FROM_BYTES = 1024 * 1024
+BOUNCE_BYTES = 4 * 1024 * 1024
+PAGE_BYTES = 4096
+_HUGE_PAGE_BYTES = 2 * 1024 * 1024
+
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 
 class EndOfSourceError(EOFError):
@@ -77,34 +90,90 @@ class PooledFile(ByteSource):
         return self._path
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        with self._pool.descriptor(self._path) as descriptor:
-            _fill(descriptor, offset, buffer)
+        with self._pool.lend(self._path) as file:
+            done = 0
+            direct = file.direct(self._path) if len(buffer) >= DIRECT_FROM_BYTES else None
+            if direct is not None:
+                with self._pool.lend_bounce() as bounce:
+                    done = file.fill_direct(direct, offset, buffer, bounce)
+            _fill(file.descriptor, offset + done, buffer[done:])
 
     def size_bytes(self) -> int:
         """The file's size now."""
-        with self._pool.descriptor(self._path) as descriptor:
-            return os.fstat(descriptor).st_size
+        with self._pool.lend(self._path) as file:
+            return os.fstat(file.descriptor).st_size
 
 
-class _Lent:
-    """One open descriptor and how many threads use it."""
+class _OpenFile:
+    """One open file and how many threads use it.
 
-    __slots__ = ("descriptor", "users")
+    Large ranges go past the page cache where the file system has direct I/O: reading what is read only once through the
+    cache takes the time to fill it, and pushes out what others need.
+    """
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, *, direct: bool) -> None:
         self.descriptor = descriptor
         self.users = 0
+        self._direct: int | None = None
+        self._direct_refused = False
+        self._asked_for_direct = not (direct and DIRECT)
+        self._lock = threading.Lock()
+
+    def direct(self, path: str) -> int | None:
+        """A descriptor for direct I/O, opened when it is first needed; None where there is none."""
+        with self._lock:
+            if not self._asked_for_direct:
+                self._asked_for_direct = True
+                self._direct = _open_direct(path, self.descriptor)
+            return None if self._direct_refused else self._direct
+
+    def fill_direct(self, direct: int, offset: int, buffer: memoryview, bounce: Bytes) -> int:
+        """Read as much as direct I/O gives; how many bytes that is. The rest, or the end of the file, is for others."""
+        target, done = np.frombuffer(buffer, np.uint8), 0
+        while done < len(target):
+            start = (offset + done) // PAGE_BYTES * PAGE_BYTES
+            lead = offset + done - start
+            wanted = min(-(-(lead + len(target) - done) // PAGE_BYTES) * PAGE_BYTES, len(bounce))
+            try:
+                count = min(os.preadv(direct, [bounce[:wanted].data], start) - lead, len(target) - done)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self._direct_refused = True  # another alignment than pages is asked for
+                return done
+            if count <= 0:
+                return done
+            np.copyto(target[done : done + count], bounce[lead : lead + count])
+            done += count
+        return done
+
+    def close(self) -> None:
+        try:
+            if self._direct is not None:
+                os.close(self._direct)
+        finally:
+            os.close(self.descriptor)
 
 
 class FilePool:
     """Opens files for reading and keeps the most recently used ones open, at most ``limit`` at once.
 
-    A file that was closed meanwhile must be the same when it is opened again. A thread uses one descriptor at a time.
+    An open file has one descriptor, or two where large ranges of it were read. A file that was closed meanwhile must be
+    the same when it is opened again. A thread uses one file at a time.
+
+    Parameters
+    ----------
+    limit
+        Files open at once.
+    direct
+        Read large ranges past the page cache. Best where nothing is read twice.
     """
 
-    def __init__(self, limit: int = 32) -> None:
+    def __init__(self, limit: int = 32, *, direct: bool = True) -> None:
         self.limit = limit
-        self._open: OrderedDict[str, _Lent] = OrderedDict()
+        self._direct = direct
+        self._open: OrderedDict[str, _OpenFile] = OrderedDict()
+        self._bounces: list[Bytes] = []
         self._identities: dict[str, tuple[int, int]] = {}
         self._changed = threading.Condition()
         self._closed = False
@@ -114,37 +183,50 @@ class FilePool:
         return PooledFile(self, path)
 
     @contextmanager
-    def descriptor(self, path: str) -> Iterator[int]:
-        """Lend a descriptor for the time of the block."""
+    def lend(self, path: str) -> Iterator[_OpenFile]:
+        """Keep a file open for the time of the block."""
         with self._changed:
-            lent = self._take(path)
-            lent.users += 1
+            file = self._take(path)
+            file.users += 1
         try:
-            yield lent.descriptor
+            yield file
         finally:
             with self._changed:
-                lent.users -= 1
+                file.users -= 1
                 self._changed.notify_all()
 
-    def _take(self, path: str) -> _Lent:
+    @contextmanager
+    def lend_bounce(self) -> Iterator[Bytes]:
+        """Page-aligned memory for direct I/O, for the time of the block; there is as much as threads read at once."""
+        with self._changed:
+            bounce = self._bounces.pop() if self._bounces else None
+        if bounce is None:
+            bounce = _bounce_memory()
+        try:
+            yield bounce
+        finally:
+            with self._changed:
+                self._bounces.append(bounce)
+
+    def _take(self, path: str) -> _OpenFile:
         while True:
             if self._closed:
                 raise UsageError(f"{path}: the files of this conversion are closed")
-            lent = self._open.get(path)
-            if lent is not None:
+            file = self._open.get(path)
+            if file is not None:
                 self._open.move_to_end(path)
-                return lent
+                return file
             if len(self._open) < self.limit or self._close_idle():
-                lent = self._open[path] = _Lent(self._open_checked(path))
-                return lent
+                file = self._open[path] = _OpenFile(self._open_checked(path), direct=self._direct)
+                return file
             self._changed.wait()
 
     def _close_idle(self) -> bool:
         """Close the least recently used file that nobody reads; False where all are being read."""
-        idle = next((path for path, lent in self._open.items() if not lent.users), None)
+        idle = next((path for path, file in self._open.items() if not file.users), None)
         if idle is None:
             return False
-        os.close(self._open.pop(idle).descriptor)
+        self._open.pop(idle).close()
         return True
 
     def _open_checked(self, path: str) -> int:
@@ -161,9 +243,10 @@ class FilePool:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not any(lent.users for lent in self._open.values()))
+            self._changed.wait_for(lambda: not any(file.users for file in self._open.values()))
             while self._open:
-                os.close(self._open.popitem()[1].descriptor)
+                self._open.popitem()[1].close()
+            self._bounces.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -174,14 +257,36 @@ class FilePool:
         self.close()
 
 
-def _open(path: str) -> int:
+def _open(path: str, flags: int = 0) -> int:
     """Open a regular file; a pipe of that name must neither block the opening nor be read."""
-    flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    flags |= os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     descriptor = os.open(path, flags)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is no regular file", path)
     return descriptor
+
+
+def _bounce_memory() -> Bytes:
+    """Memory for direct I/O, on huge pages where there are any: devices take few large pieces twice as fast."""
+    memory = mmap.mmap(-1, BOUNCE_BYTES + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError, AttributeError):  # advice is optional
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    data = np.frombuffer(memory, np.uint8)
+    first = -data.ctypes.data % _HUGE_PAGE_BYTES
+    return data[first : first + BOUNCE_BYTES]
+
+
+def _open_direct(path: str, buffered: int) -> int | None:
+    """The same file for direct I/O; None where its file system has none, or another file has its name by now."""
+    try:
+        descriptor = _open(path, DIRECT)
+    except OSError:  # whatever is wrong with the file, its first descriptor is the one that counts
+        return None
+    if os.path.sameopenfile(descriptor, buffered):
+        return descriptor
+    os.close(descriptor)
+    return None
 
 
 def _fill(descriptor: int, offset: int, buffer: memoryview) -> None:

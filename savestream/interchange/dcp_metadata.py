@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -11,6 +11,7 @@ import msgspec
 from savestream.errors import CorruptCheckpointError, UnsafeObjectError
 from savestream.interchange.inert_objects import InertObject, NamedGlobal, show
 from savestream.interchange.inert_pickle import read_pickle
+from savestream.interchange.read_limits import ReadLimits
 from savestream.interchange.torch_pickles import METADATA_DTYPES, TENSOR_NAMES, TorchDtype
 
 __all__ = ["DcpChunk", "DcpItem", "DcpMetadata", "DcpTensor", "parse_metadata"]
@@ -19,6 +20,11 @@ _METADATA = "torch.distributed.checkpoint.metadata."
 _LEGACY = "torch.distributed._shard.sharded_tensor.metadata."
 _MAXIMUM_DIMENSIONS = 64
 _LIMIT = 1 << 62
+_MAXIMUM_TRANSFORMS = 16
+_MAXIMUM_PATH_PARTS = 128
+# What a chunk and a part of a path take in memory.
+_CHUNK_BYTES = 400
+_PART_BYTES = 16
 
 Shape = tuple[int, ...]
 
@@ -100,8 +106,8 @@ _NAMES: Mapping[str, object] = MappingProxyType(
 )
 
 
-def parse_metadata(data: bytes) -> DcpMetadata:
-    """Read and check the pickle.
+def parse_metadata(data: bytes, check_stop: Callable[[], None]) -> DcpMetadata:
+    """Read and check the pickle. ``check_stop`` raises where nobody waits for it any more.
 
     Raises
     ------
@@ -110,8 +116,8 @@ def parse_metadata(data: bytes) -> DcpMetadata:
     CorruptCheckpointError
         It is damaged, or an entry is not stored.
     """
-    root = read_pickle(data, _NAMES)
-    fields = _fields(root, "Metadata")
+    limits = ReadLimits(len(data), check_stop)
+    fields = _fields(read_pickle(data, _NAMES, limits=limits), "Metadata")
     described = fields.get("state_dict_metadata")
     stored = _storage(fields.get("storage_data"))
     if type(described) is not dict:
@@ -120,8 +126,9 @@ def parse_metadata(data: bytes) -> DcpMetadata:
     for key, entry in described.items():
         if type(key) is not str:
             raise CorruptCheckpointError(f"a key is {show(key)}, no text")
-        entries[key] = _entry(key, entry, stored)
-    return DcpMetadata(entries, _paths(fields.get("planner_data"), entries))
+        check_stop()
+        entries[key] = _entry(key, entry, stored, limits)
+    return DcpMetadata(entries, _paths(fields.get("planner_data"), entries, limits))
 
 
 def _fields(value: object, kind: str) -> dict[str, Any]:
@@ -165,12 +172,13 @@ def _item(key: str, info: object) -> DcpItem:
     offset, nbytes = _shape((fields.get("offset"), fields.get("length")), f"{key}: the item's place")
     if type(path) is not str or not path:
         raise CorruptCheckpointError(f"{key}: its file is {show(path)}")
-    if not isinstance(transforms, tuple | list) or not all(type(name) is str for name in transforms):
+    few = isinstance(transforms, tuple | list) and len(transforms) <= _MAXIMUM_TRANSFORMS
+    if not few or not all(type(name) is str for name in transforms):
         raise CorruptCheckpointError(f"{key}: its transforms are {show(transforms)}")
     return DcpItem(path, offset, nbytes, tuple(transforms))
 
 
-def _entry(key: str, entry: object, stored: Stored) -> DcpTensor | DcpItem:
+def _entry(key: str, entry: object, stored: Stored, limits: ReadLimits) -> DcpTensor | DcpItem:
     if isinstance(entry, InertObject) and entry.kind == "BytesStorageMetadata":
         return _find(stored, key, None)
     fields = _fields(entry, "TensorStorageMetadata")
@@ -178,6 +186,7 @@ def _entry(key: str, entry: object, stored: Stored) -> DcpTensor | DcpItem:
     chunks = fields.get("chunks")
     if not isinstance(chunks, list | tuple):
         raise CorruptCheckpointError(f"{key}: its chunks are {show(chunks)}")
+    limits.charge(_CHUNK_BYTES * len(chunks))  # entries may share a list of chunks
     found = tuple([_chunk(key, chunk, stored, len(chunks) == 1) for chunk in chunks])
     return DcpTensor(dtype, shape, found)
 
@@ -209,15 +218,21 @@ def _dtype(key: str, properties: object) -> str:
     return dtype.name
 
 
-def _paths(data: object, entries: Mapping[str, object]) -> dict[str, tuple[str | int, ...]] | None:
+def _paths(data: object, entries: Mapping[str, object], limits: ReadLimits) -> dict[str, tuple[str | int, ...]] | None:
     """The planner's paths, where it left one for every key."""
     if type(data) is not dict or not entries.keys() <= data.keys():
         return None
-    return {key: _path(key, data[key]) for key in entries}
+    return {key: _path(key, data[key], limits) for key in entries}
 
 
-def _path(key: str, path: object) -> tuple[str | int, ...]:
-    usable = isinstance(path, tuple | list) and all(type(part) in (str, int) for part in path)
-    if not usable or not path or type(path[0]) is not str:  # type: ignore[index]  # it is a tuple or a list by now
+def _path(key: str, path: object, limits: ReadLimits) -> tuple[str | int, ...]:
+    if not isinstance(path, tuple | list) or not path or not all(type(part) in (str, int) for part in path[:1000]):
         raise CorruptCheckpointError(f"{key}: its path in the state is {show(path)}")
-    return tuple(path)  # type: ignore[arg-type]
+    if type(path[0]) is not str or len(path) > _MAXIMUM_PATH_PARTS:
+        raise CorruptCheckpointError(
+            f"{key}: its path in the state has {len(path)} parts and begins with {show(path[0])}; up to "
+            f"{_MAXIMUM_PATH_PARTS} are read, of which the first is a text"
+        )
+    # Paths may share their parts; the keys of the new checkpoint repeat them.
+    limits.charge(sum(_PART_BYTES + (len(part) if isinstance(part, str) else 0) for part in path))
+    return tuple(path)

@@ -23,6 +23,7 @@ from savestream.interchange.dcp_metadata import DcpChunk, DcpItem, DcpMetadata, 
 from savestream.interchange.decoded_items import DecodedItem
 from savestream.interchange.foreign import ForeignFiles, ForeignState, OnUnsupported, file_within, locating
 from savestream.interchange.nesting import nest
+from savestream.interchange.read_limits import ReadLimits
 from savestream.interchange.torch_archives import ArchiveReader
 from savestream.interchange.torch_pickles import UNSUPPORTED_DTYPES
 from savestream.planners import ShardedArray
@@ -85,7 +86,7 @@ def _read_metadata(directory: str, files: ForeignFiles) -> DcpMetadata:
         nbytes = _size(source)
         if nbytes > _MAXIMUM_METADATA_BYTES:
             raise CorruptCheckpointError(f"it has {nbytes} bytes; up to {_MAXIMUM_METADATA_BYTES} are read")
-        return parse_metadata(source.read(0, nbytes))
+        return parse_metadata(source.read(0, nbytes), files.check_stop)
 
 
 def _absence(directory: str) -> str:
@@ -118,6 +119,7 @@ class _Reader:
     def __init__(self, directory: str, files: ForeignFiles) -> None:
         self._directory = directory
         self._files = files
+        self._limits = ReadLimits(check_stop=files.check_stop)
         self._sources: dict[str, tuple[PooledFile, int]] = {}
 
     def leaf(self, key: str, entry: DcpTensor | DcpItem) -> object:
@@ -125,7 +127,7 @@ class _Reader:
         if isinstance(entry, DcpItem):
             limit = max(_OBJECT_BYTES, _OBJECT_RATIO * entry.nbytes)
             with locating(entry.path):
-                return self._open(entry, limit, key).value()
+                return self._open(entry, limit, key).value(stored_bytes=entry.nbytes)
         if entry.dtype in UNSUPPORTED_DTYPES:
             raise UnsafeObjectError(f"its dtype is torch.{entry.dtype}, which savestream cannot store")
         chunks = [chunk for chunk in entry.chunks if 0 not in chunk.sizes]
@@ -157,7 +159,7 @@ class _Reader:
         if item.transforms:
             return self._open_transformed(item, source, limit_bytes, key)
         try:
-            return ArchiveReader(source, item.offset, item.nbytes, key)
+            return ArchiveReader(source, item.offset, item.nbytes, key, self._limits)
         except CorruptCheckpointError:
             if _is_safetensors(source, item.offset):
                 raise UnsafeObjectError(
@@ -176,7 +178,7 @@ class _Reader:
         for _ in item.transforms:
             decoded = DecodedItem(self._files.decoded, decoded, offset, nbytes, limit_bytes)
             offset, nbytes = 0, decoded.size_bytes()
-        return ArchiveReader(decoded, offset, nbytes, key)
+        return ArchiveReader(decoded, offset, nbytes, key, self._limits)
 
     def _source(self, path: str) -> tuple[PooledFile, int]:
         found = self._sources.get(path)

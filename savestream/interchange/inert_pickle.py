@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 from savestream.errors import CorruptCheckpointError, SavestreamError, UnsafeObjectError
 from savestream.interchange.inert_objects import InertObject, NamedGlobal, UnreadObject, show
+from savestream.interchange.read_limits import ReadLimits
 
 __all__ = ["read_pickle"]
 
@@ -21,6 +22,10 @@ _MAXIMUM_CONTAINERS = 16_000_000
 _MAXIMUM_STACK = 8_000_000
 _MAXIMUM_MARKS = 10_000
 _MAXIMUM_KEY_PARTS = 1000
+# What small objects take in memory.
+_CONTAINER_BYTES = 64
+_SET_BYTES = 216
+_ELEMENT_BYTES = 72
 _PLAIN_KEYS = frozenset({str, int, float, bool, complex, bytes, type(None)})
 
 
@@ -28,6 +33,7 @@ def read_pickle(
     data: bytes,
     names: Mapping[str, object],
     persistent: Callable[[object], object] | None = None,
+    limits: ReadLimits | None = None,
 ) -> Any:
     """Read one pickle of protocol 2 to 5.
 
@@ -37,6 +43,8 @@ def read_pickle(
         By ``module.name``: what a global stands for, usually a :class:`NamedGlobal`.
     persistent
         Resolves persistent ids; without it they are refused.
+    limits
+        What its objects may take; default: in proportion to its size.
 
     Raises
     ------
@@ -45,7 +53,7 @@ def read_pickle(
     CorruptCheckpointError
         It is truncated, malformed, or would need far more memory than its size explains.
     """
-    machine = _Machine(data, names, persistent)
+    machine = _Machine(data, names, persistent, limits or ReadLimits(len(data)))
     try:
         return machine.run()
     except SavestreamError:
@@ -57,7 +65,13 @@ def read_pickle(
 class _Machine:
     """The stack machine that pickles are programs for."""
 
-    def __init__(self, data: bytes, names: Mapping[str, object], persistent: Callable[[object], object] | None) -> None:
+    def __init__(
+        self,
+        data: bytes,
+        names: Mapping[str, object],
+        persistent: Callable[[object], object] | None,
+        limits: ReadLimits,
+    ) -> None:
         self._data = data
         self._names = names
         self._persistent = persistent
@@ -66,6 +80,7 @@ class _Machine:
         self._below: list[list[Any]] = []  # what lies below each mark
         self._memo: dict[int, Any] = {}
         self._containers = 0
+        self._charge = limits.charge
 
     def run(self) -> object:
         data, operations = self._data, _OPERATIONS
@@ -107,7 +122,8 @@ class _Machine:
     def drop_mark(self) -> None:
         self._pop_mark()
 
-    def _count_container(self) -> None:
+    def _count_container(self, nbytes: int = _CONTAINER_BYTES) -> None:
+        self._charge(nbytes)
         self._containers += 1
         if self._containers > _MAXIMUM_CONTAINERS:
             raise CorruptCheckpointError("the pickle makes more containers than any checkpoint needs")
@@ -147,7 +163,7 @@ class _Machine:
         self._stack.append(bytearray(self._take(self._number(_UINT64))))
 
     def push_empty(self, kind: type) -> None:
-        self._count_container()
+        self._count_container(_SET_BYTES if kind is set else _CONTAINER_BYTES)
         self._stack.append(kind())
 
     def tuple_of(self, count: int) -> None:
@@ -212,14 +228,16 @@ class _Machine:
         target.update(map(_checked_key, items))
 
     def frozenset(self) -> None:
-        self._count_container()
+        self._count_container(_SET_BYTES)
         items = self._pop_mark()
         self._stack.append(frozenset(map(_checked_key, items)))
 
     def put(self, layout: struct.Struct) -> None:
+        self._charge(_ELEMENT_BYTES)
         self._memo[self._number(layout)] = self._stack[-1]
 
     def memoize(self) -> None:
+        self._charge(_ELEMENT_BYTES)
         self._memo[len(self._memo)] = self._stack[-1]
 
     def get(self, layout: struct.Struct) -> None:
@@ -248,8 +266,8 @@ class _Machine:
             ) from None
 
     def reduce(self) -> None:
-        self._count_container()
         arguments = self._stack.pop()
+        self._count_container(_CONTAINER_BYTES + _copied_bytes(arguments))
         self._stack.append(self._apply(self._stack.pop(), arguments))
 
     def new_object_with_keywords(self) -> None:
@@ -269,6 +287,7 @@ class _Machine:
         state = self._stack.pop()
         target = self._stack[-1]
         if isinstance(target, InertObject):
+            self._charge(_copied_bytes(state))
             target.set_state(state)
         elif type(target) is OrderedDict and type(state) is dict:
             if "_metadata" in state:  # what a module's state_dict() says of its own format; other attributes are lost
@@ -281,6 +300,17 @@ class _Machine:
         if self._persistent is None:
             raise UnsafeObjectError("it refers to objects outside of it, which is not read here")
         self._stack.append(self._persistent(identifier))
+
+
+def _copied_bytes(arguments: object) -> int:
+    """How much a constructor may make of its arguments; whatever it is, it copies each at most once."""
+    nbytes = 0
+    for part in arguments if type(arguments) is tuple else ():
+        if isinstance(part, str | bytes | bytearray):
+            nbytes += 2 * len(part)  # arrays are put in order once more
+        elif isinstance(part, tuple | list | set | frozenset):
+            nbytes += _ELEMENT_BYTES * len(part)
+    return nbytes
 
 
 def _checked_key(key: object) -> object:

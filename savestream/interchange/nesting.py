@@ -14,6 +14,9 @@ Path: TypeAlias = tuple[str | int, ...]
 
 _MAXIMUM_DEPTH = 128
 _MAXIMUM_ABSENT = 1 << 16
+# States have far fewer containers than leaves; paths of contradicting depth could make many for each.
+_CONTAINERS_FOR_ALL = 100_000
+_CONTAINERS_PER_LEAF = 8
 
 
 class _Node:

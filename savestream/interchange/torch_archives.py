@@ -3,53 +3,48 @@
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict
-from typing import Any
-
-import numpy as np
 
 from savestream.arrays import dtype_itemsize
 from savestream.arrays.file_arrays import FileArray
 from savestream.arrays.file_sources import ByteSource
 from savestream.errors import CorruptCheckpointError, UnsafeObjectError
-from savestream.interchange.inert_objects import UnreadObject, show
+from savestream.interchange.archive_values import ValueConverter
+from savestream.interchange.inert_objects import show
 from savestream.interchange.inert_pickle import read_pickle
-from savestream.interchange.numpy_pickles import PickledArray
+from savestream.interchange.read_limits import ReadLimits
 from savestream.interchange.stored_zip import StoredZip, Window
 from savestream.interchange.torch_pickles import (
     TENSOR_NAMES,
     VALUE_NAMES,
     VALUE_NAMES_WITH_UNREAD,
     StoredTensor,
-    TorchDtype,
     storage_id,
     storage_id_or_unread,
 )
-from savestream.planners import RecordedObject
 
 __all__ = ["ArchiveReader"]
 
 _MAXIMUM_PICKLE_BYTES = 64 * 1024 * 1024
-_MAXIMUM_DEPTH = 128
 _REMEMBERED_BYTES = 1024
-_MAXIMUM_CONTAINERS = 1_000_000
 # Elements that lie over each other may be more than what is stored, up to here.
+_VIEWS_RATIO = 16
 _MAXIMUM_EXPANDED_BYTES = 64 * 1024 * 1024
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, bytearray, np.generic)
 
 
 class ArchiveReader:
     """One archive at ``offset`` of a source. ``name`` is what errors and arrays are called."""
 
-    def __init__(self, source: ByteSource, offset: int, nbytes: int, name: str) -> None:
+    def __init__(
+        self, source: ByteSource, offset: int, nbytes: int, name: str, limits: ReadLimits | None = None
+    ) -> None:
         self._name = name
+        self._limits = ReadLimits() if limits is None else limits
         self._window = Window(source, offset, nbytes)
         self._zip = StoredZip(self._window)
         self._prefix = self._find_prefix()
         self._swapped = self._is_big_endian()
-        self._containers = 0
         self._arrays: dict[StoredTensor, FileArray] = {}
-        self._with_unread = False
+        self._elements_bytes = 0
 
     def _find_prefix(self) -> str:
         """The directory in the archive that all of its members lie in."""
@@ -77,15 +72,23 @@ class ArchiveReader:
             raise CorruptCheckpointError(f"it holds {show(found)}, not a tensor")
         return self._array(found, self._name)
 
-    def value(self) -> object:
-        """What the archive holds: plain values, containers and tensors."""
-        return self._convert(read_pickle(self._pickle(), VALUE_NAMES, storage_id), _Place(None, self._name), 0)
+    def value(self, *, with_unread: bool = False, stored_bytes: int | None = None) -> object:
+        """What the archive holds: plain values, containers and tensors.
 
-    def value_with_unread(self) -> object:
-        """The same, but what only running code could make is an :class:`UnreadObject` in its place."""
-        self._with_unread = True
-        found = read_pickle(self._pickle(), VALUE_NAMES_WITH_UNREAD, storage_id_or_unread)
-        return self._convert(found, _Place(None, self._name), 0)
+        ``with_unread``: what only running code could make is an :class:`~.inert_objects.UnreadObject` in its place.
+        ``stored_bytes``: how long the archive is in its file, where it was compressed there.
+        """
+        names, persistent = (
+            (VALUE_NAMES_WITH_UNREAD, storage_id_or_unread) if with_unread else (VALUE_NAMES, storage_id)
+        )
+        data = self._pickle()
+        granted = len(data) if stored_bytes is None else min(stored_bytes, len(data))
+        self._limits.grant(granted, self._window.source.describe(), self._pickle_offset())
+        found = read_pickle(data, names, persistent, ReadLimits(len(data), self._limits.check_stop))
+        return ValueConverter(self._array, self._limits, with_unread=with_unread).convert(found, self._name)
+
+    def _pickle_offset(self) -> int:
+        return self._window.offset + self._zip.data_offset(self._zip.members[f"{self._prefix}data.pkl"])
 
     def _pickle(self) -> bytes:
         return self._zip.read(self._zip.members[f"{self._prefix}data.pkl"], _MAXIMUM_PICKLE_BYTES)
@@ -121,39 +124,13 @@ class ArchiveReader:
             raise CorruptCheckpointError(
                 f"a tensor of shape {tensor.shape} spreads {storage.nbytes} stored bytes over {array.info.nbytes}"
             )
+        self._limits.charge(max(array.info.nbytes - storage.nbytes, 0))
+        self._elements_bytes += array.info.nbytes
+        if self._elements_bytes > _VIEWS_RATIO * self._window.nbytes + _MAXIMUM_EXPANDED_BYTES:
+            raise CorruptCheckpointError(
+                f"its tensors show the same stored bytes again and again, {self._elements_bytes} bytes so far"
+            )
         return array
-
-    def _convert(self, value: Any, place: _Place, depth: int) -> object:
-        """The pickle's objects as values of a state; what is no plain value is refused."""
-        kind = type(value)
-        if kind is StoredTensor:
-            return self._array(value, place.name())
-        if kind is PickledArray:
-            return value.array
-        if kind is TorchDtype:
-            return RecordedObject("torch.dtype", value.name)
-        if kind in (set, frozenset, RecordedObject) or isinstance(value, _PLAIN):
-            return value
-        self._containers += 1
-        if depth > _MAXIMUM_DEPTH or self._containers > _MAXIMUM_CONTAINERS:
-            raise CorruptCheckpointError("its values nest too deeply, contain themselves, or are too many")
-        if kind in (list, tuple):
-            items = [self._convert(item, _Place(place, part), depth + 1) for part, item in enumerate(value)]
-            return items if kind is list else tuple(items)
-        if kind in (dict, OrderedDict):
-            pairs = [(key, self._convert(item, _Place(place, key), depth + 1)) for key, item in value.items()]
-            return dict(pairs) if kind is dict else self._ordered(value, pairs, place, depth)
-        if self._with_unread:
-            return value if kind is UnreadObject else UnreadObject(show(value))
-        raise UnsafeObjectError(f"it holds {show(value)}, which is no plain value")
-
-    def _ordered(self, value: Any, pairs: list[tuple[Any, object]], place: _Place, depth: int) -> OrderedDict[Any, Any]:
-        """An OrderedDict, with what a module's state_dict() says of its own format."""
-        found: OrderedDict[Any, Any] = OrderedDict(pairs)
-        if hasattr(value, "_metadata"):
-            metadata = self._convert(value._metadata, _Place(place, "_metadata"), depth + 1)
-            found._metadata = metadata  # type: ignore[attr-defined]
-        return found
 
 
 def _read_tensor(pickled: bytes) -> object:
@@ -166,19 +143,3 @@ def _described_tensor(pickled: bytes) -> object:
 
 
 _remembered_tensor = functools.lru_cache(maxsize=1024)(_described_tensor)
-
-
-class _Place:
-    """Where a value stands in an archive; its text is made only when it is needed."""
-
-    __slots__ = ("outer", "part")
-
-    def __init__(self, outer: _Place | None, part: object) -> None:
-        self.outer = outer
-        self.part = part
-
-    def name(self) -> str:
-        if self.outer is None:
-            return str(self.part)
-        part = f".{self.part[:100]}" if isinstance(self.part, str) else f"[{show(self.part)}]"
-        return self.outer.name() + part

@@ -10,6 +10,7 @@ from typing import Any
 from savestream.errors import CorruptCheckpointError, PlanError, StorageError, UnsafeObjectError, UsageError
 from savestream.interchange.foreign import ForeignFiles, ForeignState, OnUnsupported, locating
 from savestream.interchange.leaving_out import leave_out_unsupported
+from savestream.interchange.read_limits import ReadLimits
 from savestream.interchange.torch_archives import ArchiveReader
 
 __all__ = ["read_torch"]
@@ -38,7 +39,10 @@ def read_torch(path: str, files: ForeignFiles, on_unsupported: OnUnsupported) ->
         nbytes = source.size_bytes()
         is_archive = source.read(0, min(nbytes, len(_ARCHIVE_MAGIC))) == _ARCHIVE_MAGIC
         # The name is what stands before a leaf's key in messages.
-        state: Any = ArchiveReader(source, 0, nbytes, "state").value_with_unread() if is_archive else None
+        state: Any = None
+        if is_archive:
+            limits = ReadLimits(check_stop=files.check_stop)
+            state = ArchiveReader(source, 0, nbytes, "state", limits).value(with_unread=True)
     if not is_archive:
         state = _load_old_format(path)
     kept, skipped = leave_out_unsupported(state)

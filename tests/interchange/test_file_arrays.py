@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import os
 import threading
 import tracemalloc
@@ -235,6 +237,87 @@ def test_short_reads_go_on(tmp_path, monkeypatch):
     found = host_view(FileArray(tmp_path / "file", 0, "uint8", (256,)))
     assert found.tobytes() == bytes(range(256))
     assert counts == [256, 156, 56]
+
+
+class Calls:
+    """Counts reads by descriptor kind, and lets direct ones fail."""
+
+    def __init__(self, monkeypatch, error=None, limit=1 << 30):
+        self.direct, self.buffered = 0, 0
+        original = os.preadv
+
+        def preadv(descriptor, buffers, offset):
+            if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+                self.direct += 1
+                if error is not None:
+                    raise error
+                return original(descriptor, [buffers[0][:limit]], offset)
+            self.buffered += 1
+            return original(descriptor, buffers, offset)
+
+        monkeypatch.setattr(os, "preadv", preadv)
+
+
+def has_direct_io(path):
+    """Whether the file system of a file has direct I/O; those in memory have none."""
+    with contextlib.suppress(OSError):
+        os.close(os.open(path, os.O_RDONLY | os.O_DIRECT))
+        return True
+    return False
+
+
+needs_direct = pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="there is no direct I/O here")
+LARGE = np.random.default_rng(4).integers(0, 256, (9 << 20) + 1234, np.uint8)
+
+
+@pytest.fixture(scope="module")
+def large_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("large") / "file"
+    path.write_bytes(LARGE.tobytes())
+    return path
+
+
+@needs_direct
+@pytest.mark.parametrize("limit", [1 << 30, 3 << 20, 4096 * 100])
+def test_large_ranges_go_past_the_page_cache(limit, large_file, monkeypatch):
+    calls = Calls(monkeypatch, limit=limit)
+    ranges = [(0, len(LARGE)), (1, len(LARGE) - 1), (4096, 1 << 20), (5000, 5 << 20), (len(LARGE) - (2 << 20), 2 << 20)]
+    with FilePool() as pool:
+        source = pool.file(str(large_file))
+        for start, count in ranges:
+            found = host_view(FileArray(source, start, "uint8", (count,)))
+            assert found.tobytes() == LARGE[start : start + count].tobytes()
+        assert len(pool._bounces) == 1
+        small = host_view(FileArray(source, 77, "uint8", (1000,)))
+        assert small.tobytes() == LARGE[77:1077].tobytes()
+        with pytest.raises(CorruptCheckpointError, match="so 5 bytes are missing"):
+            host_view(FileArray(source, 10, "uint8", (len(LARGE) - 5,)))
+        assert open_descriptors(large_file.parent) <= 2
+    assert calls.buffered >= 1
+    assert calls.direct >= len(ranges) if has_direct_io(large_file) else calls.direct == 0
+
+
+@needs_direct
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
+def test_direct_reading_that_fails(number, large_file, monkeypatch):
+    calls = Calls(monkeypatch, OSError(number, "as the test wants it"))
+    with FilePool() as pool:
+        array = FileArray(pool.file(str(large_file)), 3, "uint8", (len(LARGE) - 3,))
+        if number == errno.EINVAL or not has_direct_io(large_file):
+            for _ in range(2):
+                assert host_view(array).tobytes() == LARGE[3:].tobytes()
+        else:
+            with pytest.raises(StorageError, match="as the test wants it"):
+                host_view(array)
+    assert calls.direct <= 1
+
+
+@needs_direct
+def test_what_is_read_twice_goes_through_the_page_cache(large_file, monkeypatch):
+    calls = Calls(monkeypatch)
+    with FilePool(direct=False) as pool:
+        assert host_view(FileArray(pool.file(str(large_file)), 0, "uint8", LARGE.shape)).tobytes() == LARGE.tobytes()
+    assert (calls.direct, calls.buffered) == (0, 3)
 
 
 def test_errors_of_reading_keep_their_number(tmp_path):
