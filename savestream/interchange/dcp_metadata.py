@@ -226,13 +226,14 @@ def _paths(data: object, entries: Mapping[str, object], limits: ReadLimits) -> d
 
 
 def _path(key: str, path: object, limits: ReadLimits) -> tuple[str | int, ...]:
-    if not isinstance(path, tuple | list) or not path or not all(type(part) in (str, int) for part in path[:1000]):
+    if not isinstance(path, tuple | list) or not path:
         raise CorruptCheckpointError(f"{key}: its path in the state is {show(path)}")
-    if type(path[0]) is not str or len(path) > _MAXIMUM_PATH_PARTS:
+    if len(path) > _MAXIMUM_PATH_PARTS:
         raise CorruptCheckpointError(
-            f"{key}: its path in the state has {len(path)} parts and begins with {show(path[0])}; up to "
-            f"{_MAXIMUM_PATH_PARTS} are read, of which the first is a text"
+            f"{key}: its path in the state is {len(path)} levels deep; up to {_MAXIMUM_PATH_PARTS} are read"
         )
+    if not all(type(part) in (str, int) for part in path) or type(path[0]) is not str:
+        raise CorruptCheckpointError(f"{key}: its path in the state is {show(path)}")
     # Paths may share their parts; the keys of the new checkpoint repeat them.
     limits.charge(sum(_PART_BYTES + (len(part) if isinstance(part, str) else 0) for part in path))
     return tuple(path)

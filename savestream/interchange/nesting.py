@@ -40,27 +40,61 @@ def nest(leaves: Mapping[str, object], paths: Mapping[str, Path]) -> dict[str, A
     CorruptCheckpointError
         Two paths contradict each other, or one is deeper or further along a list than any state is.
     """
-    root = _Node(str)
+    tree = _Tree(_CONTAINERS_FOR_ALL + _CONTAINERS_PER_LEAF * len(leaves))
     for key, leaf in leaves.items():
-        _insert(root, key, paths[key], leaf)
-    built: dict[str, Any] = _build(root)
+        tree.insert(key, paths[key], leaf)
+    built: dict[str, Any] = tree.build(tree.root)
     return built
 
 
-def _insert(root: _Node, key: str, path: Path, leaf: object) -> None:
-    if len(path) > _MAXIMUM_DEPTH:
-        raise CorruptCheckpointError(f"{key}: its path is {len(path)} levels deep; up to {_MAXIMUM_DEPTH} are read")
-    node = root
-    for part, following in itertools.pairwise(path):
-        _check_part(key, node, part)
-        child = node.children.setdefault(part, _Node(type(following)))
-        if type(child) is not _Node:
-            raise CorruptCheckpointError(f"{key}: its path {path} leads through another entry")
-        node = child
-    _check_part(key, node, path[-1])
-    if path[-1] in node.children:
-        raise CorruptCheckpointError(f"{key}: its path {path} is that of another entry, or leads to others")
-    node.children[path[-1]] = leaf
+class _Tree:
+    """Containers beneath a dict, in bounded number, and with a bounded number of positions that nothing is at."""
+
+    def __init__(self, maximum_containers: int) -> None:
+        self.root = _Node(str)
+        self._containers_left = maximum_containers
+        self._absent_left = _MAXIMUM_ABSENT
+
+    def insert(self, key: str, path: Path, leaf: object) -> None:
+        """Put a leaf where its path leads."""
+        if len(path) > _MAXIMUM_DEPTH:
+            raise CorruptCheckpointError(f"{key}: its path is {len(path)} levels deep; up to {_MAXIMUM_DEPTH} are read")
+        node = self.root
+        for part, following in itertools.pairwise(path):
+            _check_part(key, node, part)
+            child = node.children.get(part)
+            if child is None and part not in node.children:
+                child = node.children[part] = self._new_node(key, type(following))
+            if type(child) is not _Node:
+                raise CorruptCheckpointError(f"{key}: its path {path} leads through another entry")
+            node = child
+        _check_part(key, node, path[-1])
+        if path[-1] in node.children:
+            raise CorruptCheckpointError(f"{key}: its path {path} is that of another entry, or leads to others")
+        node.children[path[-1]] = leaf
+
+    def _new_node(self, key: str, kind: type) -> _Node:
+        self._containers_left -= 1
+        if self._containers_left < 0:
+            raise CorruptCheckpointError(f"{key}: the paths up to here make far more containers than there are entries")
+        return _Node(kind)
+
+    def build(self, node: _Node) -> Any:
+        """The container that a node stands for."""
+        if node.kind is not str:
+            self._count_absent(node)
+        children = {part: self.build(child) if type(child) is _Node else child for part, child in node.children.items()}
+        if node.kind is str:
+            return children
+        return [children.get(position) for position in range(max(children) + 1)]  # type: ignore[operator]
+
+    def _count_absent(self, node: _Node) -> None:
+        last = max(node.children)
+        self._absent_left -= last + 1 - len(node.children)  # type: ignore[operator]
+        if self._absent_left < 0:
+            raise CorruptCheckpointError(
+                f"its paths leave out more than {_MAXIMUM_ABSENT} list positions; the last of this list is {last}"
+            )
 
 
 def _check_part(key: str, node: _Node, part: str | int) -> None:
@@ -68,10 +102,3 @@ def _check_part(key: str, node: _Node, part: str | int) -> None:
         raise CorruptCheckpointError(f"{key}: its path has {part!r} among {node.kind.__name__} keys of other entries")
     if isinstance(part, int) and (part < 0 or part > len(node.children) + _MAXIMUM_ABSENT):
         raise CorruptCheckpointError(f"{key}: its path has the list position {part}, far from all others")
-
-
-def _build(node: _Node) -> Any:
-    children = {part: _build(child) if type(child) is _Node else child for part, child in node.children.items()}
-    if node.kind is str:
-        return children
-    return [children.get(position) for position in range(max(children) + 1)]  # type: ignore[operator]
