@@ -117,7 +117,7 @@ def parse_metadata(data: bytes, check_stop: Callable[[], None]) -> DcpMetadata:
         It is damaged, or an entry is not stored.
     """
     limits = ReadLimits(len(data), check_stop)
-    fields = _fields(read_pickle(data, _NAMES, limits=limits), "Metadata")
+    fields = _fields(read_pickle(data, _NAMES, limits=limits, text_keys=True), "Metadata")
     described = fields.get("state_dict_metadata")
     stored = _storage(fields.get("storage_data"))
     if type(described) is not dict:

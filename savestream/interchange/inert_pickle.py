@@ -6,6 +6,7 @@ Memory stays within a fixed multiple of the pickle's own size, whatever the pick
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -13,7 +14,8 @@ from typing import Any, TypeAlias
 
 from savestream.errors import CorruptCheckpointError, SavestreamError, UnsafeObjectError
 from savestream.interchange.inert_objects import InertObject, NamedGlobal, UnreadObject, show
-from savestream.interchange.read_limits import ReadLimits
+from savestream.interchange.pickle_keys import KeyChecker
+from savestream.interchange.read_limits import STEPS_BETWEEN_CHECKS, ReadLimits
 
 __all__ = ["read_pickle"]
 
@@ -21,12 +23,10 @@ _HIGHEST_PROTOCOL = 5
 _MAXIMUM_CONTAINERS = 16_000_000
 _MAXIMUM_STACK = 8_000_000
 _MAXIMUM_MARKS = 10_000
-_MAXIMUM_KEY_PARTS = 1000
 # What small objects take in memory.
 _CONTAINER_BYTES = 64
 _SET_BYTES = 216
 _ELEMENT_BYTES = 72
-_PLAIN_KEYS = frozenset({str, int, float, bool, complex, bytes, type(None)})
 
 
 def read_pickle(
@@ -34,6 +34,8 @@ def read_pickle(
     names: Mapping[str, object],
     persistent: Callable[[object], object] | None = None,
     limits: ReadLimits | None = None,
+    *,
+    text_keys: bool = False,
 ) -> Any:
     """Read one pickle of protocol 2 to 5.
 
@@ -44,7 +46,9 @@ def read_pickle(
     persistent
         Resolves persistent ids; without it they are refused.
     limits
-        What its objects may take; default: in proportion to its size.
+        What its objects may take, and when to end; default: in proportion to its size.
+    text_keys
+        Refuse dict keys and members of sets other than texts and objects of the table.
 
     Raises
     ------
@@ -53,7 +57,8 @@ def read_pickle(
     CorruptCheckpointError
         It is truncated, malformed, or would need far more memory than its size explains.
     """
-    machine = _Machine(data, names, persistent, limits or ReadLimits(len(data)))
+    limits = limits or ReadLimits(len(data))
+    machine = _Machine(data, names, persistent, limits, KeyChecker(limits, text_only=text_keys))
     try:
         return machine.run()
     except SavestreamError:
@@ -71,6 +76,7 @@ class _Machine:
         names: Mapping[str, object],
         persistent: Callable[[object], object] | None,
         limits: ReadLimits,
+        key: KeyChecker,
     ) -> None:
         self._data = data
         self._names = names
@@ -81,10 +87,14 @@ class _Machine:
         self._memo: dict[int, Any] = {}
         self._containers = 0
         self._charge = limits.charge
+        self._check_stop = limits.check_stop
+        self._key = key
 
     def run(self) -> object:
         data, operations = self._data, _OPERATIONS
-        while True:
+        for step in itertools.count(1):
+            if not step % STEPS_BETWEEN_CHECKS:
+                self._check_stop()
             opcode = data[self.position]
             self.position += 1
             if opcode == 0x2E:  # STOP
@@ -95,6 +105,7 @@ class _Machine:
             operation(self)
             if len(self._stack) > _MAXIMUM_STACK:
                 raise CorruptCheckpointError("the pickle holds too many values at once")
+        raise AssertionError("counting never ends")
 
     # --- pieces of the pickle ---
 
@@ -200,7 +211,7 @@ class _Machine:
         value = self._stack.pop()
         key = self._stack.pop()
         if type(self._stack[-1]) is not UnreadObject:
-            self._mapping()[_checked_key(key)] = value
+            self._mapping()[self._key(key)] = value
 
     def set_items(self) -> None:
         items = self._pop_mark()
@@ -210,7 +221,7 @@ class _Machine:
             return
         mapping = self._mapping()
         for place in range(0, len(items), 2):
-            mapping[_checked_key(items[place])] = items[place + 1]
+            mapping[self._key(items[place])] = items[place + 1]
 
     def _mapping(self) -> dict[Any, Any]:
         target = self._stack[-1]
@@ -225,12 +236,12 @@ class _Machine:
             return
         if type(target) is not set:
             raise TypeError("items are added to what is no set")
-        target.update(map(_checked_key, items))
+        target.update(map(self._key, items))
 
     def frozenset(self) -> None:
         self._count_container(_SET_BYTES)
         items = self._pop_mark()
-        self._stack.append(frozenset(map(_checked_key, items)))
+        self._stack.append(frozenset(map(self._key, items)))
 
     def put(self, layout: struct.Struct) -> None:
         self._charge(_ELEMENT_BYTES)
@@ -266,6 +277,7 @@ class _Machine:
             ) from None
 
     def reduce(self) -> None:
+        self._check_stop()  # a constructor may take many steps
         arguments = self._stack.pop()
         self._count_container(_CONTAINER_BYTES + _copied_bytes(arguments))
         self._stack.append(self._apply(self._stack.pop(), arguments))
@@ -311,28 +323,6 @@ def _copied_bytes(arguments: object) -> int:
         elif isinstance(part, tuple | list | set | frozenset):
             nbytes += _ELEMENT_BYTES * len(part)
     return nbytes
-
-
-def _checked_key(key: object) -> object:
-    """A key whose hash is cheap and of plain values only, or an object of the table, which is itself."""
-    kind = type(key)
-    if kind in _PLAIN_KEYS or kind is InertObject:
-        return key
-    if kind in (tuple, frozenset):
-        pending, seen = [key], 0
-        while pending:
-            part: Any = pending.pop()
-            seen += 1
-            if type(part) is tuple:
-                pending.extend(part)
-            elif type(part) not in _PLAIN_KEYS and type(part) is not frozenset:
-                raise TypeError(f"a key holds a {type(part).__name__}")
-            if seen + len(pending) > _MAXIMUM_KEY_PARTS:
-                raise ValueError("a key has too many parts")
-        return key
-    if isinstance(key, UnreadObject):
-        raise UnsafeObjectError(f"a key is {show(key)}, which is not among what is read without running code")
-    raise TypeError(f"a key is a {kind.__name__}")
 
 
 _UINT8, _UINT16, _UINT32, _UINT64 = (struct.Struct(layout) for layout in ("<B", "<H", "<I", "<Q"))

@@ -15,6 +15,7 @@ from savestream.arrays.dtypes import OPAQUE_DTYPES, dtype_itemsize
 from savestream.errors import CorruptCheckpointError, UnsafeObjectError
 from savestream.interchange.inert_objects import NamedGlobal, UnreadObject, WithUnread, show
 from savestream.interchange.numpy_pickles import NUMPY_NAMES
+from savestream.interchange.pickle_keys import PLAIN_KEYS, refuse_many_predictable
 from savestream.planners import RecordedObject
 
 __all__ = [
@@ -271,11 +272,11 @@ def _recorded_device(kind: object, index: object = None) -> RecordedObject:
 
 
 def _check_members(items: Any) -> None:
-    plain = {str, int, float, bool, complex, bytes, type(None)}
     for item in items:
         parts = item if type(item) is tuple else (item,)
-        if not set(map(type, parts)) <= plain:
+        if not PLAIN_KEYS.issuperset(map(type, parts)):
             raise CorruptCheckpointError("a set holds something else than plain values and tuples of them")
+    refuse_many_predictable(items)
 
 
 def _complex(real: object, imaginary: object) -> complex:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,10 @@ from dcp_builder import METADATA, DcpBuilder, archive_of, size, tensor_program, 
 from import_support import imported
 from pickle_support import applied, array, attributes, instance, mapping, named, number, pickled, text
 
-from savestream import blocking
-from savestream.errors import CorruptCheckpointError
+from savestream import SaveOptions, blocking
+from savestream.errors import CorruptCheckpointError, SaveTimeoutError
 from savestream.interchange.dcp_metadata import parse_metadata
+from savestream.interchange.foreign import ForeignFiles
 from savestream.interchange.inert_pickle import read_pickle
 from savestream.interchange.nesting import nest
 from savestream.interchange.read_limits import ReadLimits
@@ -208,3 +210,65 @@ def test_what_limits_count():
     limits.charge(16)
     with pytest.raises(CorruptCheckpointError):
         limits.charge(1)
+
+
+class Ended(Exception):
+    """The reader was told to end."""
+
+
+def predictable_keys(count: int) -> list[bytes]:
+    """Numbers that all have the same hash."""
+    return [number(place * ((1 << 61) - 1)) for place in range(2, count + 2)]
+
+
+KEY_KINDS = {
+    "dict": lambda keys: mapping([(key, b"N") for key in keys]),
+    "one by one": lambda keys: b"}" + b"".join(key + b"Ns" for key in keys),
+    "set": lambda keys: b"\x8f(" + b"".join(keys) + b"\x90",
+    "frozenset": lambda keys: b"(" + b"".join(keys) + b"\x91",
+    "set of a list": lambda keys: applied("builtins.set", array(keys)),
+    "tuples": lambda keys: mapping([(key + b"\x85", b"N") for key in keys]),
+}
+
+
+@pytest.mark.parametrize("kind", KEY_KINDS)
+def test_keys_of_equal_hashes_are_limited(kind):
+    with pytest.raises(CorruptCheckpointError, match="more than 10000 keys that are tuples"):
+        read_pickle(pickled(KEY_KINDS[kind](predictable_keys(10_001))), VALUE_NAMES)
+    read_pickle(pickled(KEY_KINDS[kind](predictable_keys(1000))), VALUE_NAMES)
+
+
+def test_keys_of_metadata_are_texts_or_objects():
+    with pytest.raises(CorruptCheckpointError, match="a key is a int, no text"):
+        parse_metadata(pickled(mapping([(number(1), b"N")])), go_on)
+
+
+@pytest.mark.parametrize("program", [b"N0" * 5000, array([b"N" * 20]) * 1000, mapping([(text("k"), b"N")] * 5000)])
+def test_reading_a_pickle_ends_when_it_is_told_to(program):
+    def end() -> None:
+        raise Ended
+
+    with pytest.raises(Ended):
+        read_pickle(pickled(program), VALUE_NAMES, None, ReadLimits(1_000_000, end))
+    with pytest.raises(Ended):
+        parse_metadata(pickled(program), end)
+
+
+def test_a_deadline_ends_the_reading_of_metadata(tmp_path, monkeypatch):
+    """The pickle is endless for its reader: each step waits until the import was given up."""
+    builder = DcpBuilder()
+    builder.tensor("key", np.zeros(1, np.float32))
+    source = builder.write(tmp_path / "dcp")
+    (source / ".metadata").write_bytes(pickled(b"N0" * 100_000))
+    given_up = threading.Event()
+    original = ForeignFiles.check_stop
+
+    def check(files: ForeignFiles) -> None:
+        assert files.stop.wait(30), "nobody told the reader to end"
+        given_up.set()
+        original(files)
+
+    monkeypatch.setattr(ForeignFiles, "check_stop", check)
+    with pytest.raises(SaveTimeoutError, match="timeout_seconds"):
+        blocking.import_dcp(source, tmp_path / "out", options=SaveOptions(timeout_seconds=0.2))
+    assert given_up.is_set()
