@@ -16,10 +16,12 @@ from savestream.pipeline.strict_json import parse_json
 
 __all__ = [
     "LENGTH_BYTES",
+    "MAXIMUM_HEADER_BYTES",
     "METADATA_KEY",
     "SafetensorsEntry",
     "SafetensorsHeader",
     "encode_header",
+    "entry_bytes",
     "export_dtype",
     "export_shape",
     "header_length",
@@ -29,7 +31,7 @@ __all__ = [
 
 LENGTH_BYTES = 8
 METADATA_KEY = "__metadata__"
-_MAXIMUM_HEADER_BYTES = 100_000_000  # what the format's own library reads
+MAXIMUM_HEADER_BYTES = 100_000_000  # what the format's own library reads
 _ALIGNMENT_BYTES = 8
 _MAXIMUM_DIMENSIONS = 64
 _LIMIT = 1 << 62
@@ -88,9 +90,9 @@ def header_length(data: bytes, file_bytes: int) -> int:
     if len(data) < LENGTH_BYTES:
         raise CorruptCheckpointError(f"it is no safetensors file: it has {file_bytes} bytes")
     nbytes = int.from_bytes(data[:LENGTH_BYTES], "little")
-    if nbytes > _MAXIMUM_HEADER_BYTES:
+    if nbytes > MAXIMUM_HEADER_BYTES:
         raise CorruptCheckpointError(
-            f"its header is said to have {nbytes} bytes; up to {_MAXIMUM_HEADER_BYTES} are read (is it no safetensors "
+            f"its header is said to have {nbytes} bytes; up to {MAXIMUM_HEADER_BYTES} are read (is it no safetensors "
             "file?)"
         )
     if LENGTH_BYTES + nbytes > file_bytes:
@@ -197,6 +199,11 @@ def export_dtype(name: str) -> str | None:
 def export_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape as the format counts it: two elements for a packed pair."""
     return (*shape[:-1], shape[-1] * 2) if name == _PACKED_PAIR and shape else shape
+
+
+def entry_bytes(name: str, dtype: str, shape: tuple[int, ...]) -> int:
+    """What a tensor takes in a header at most, wherever its data lies."""
+    return len(encode_header([SafetensorsEntry(name, dtype, shape, _LIMIT, _LIMIT)], None))
 
 
 def encode_header(entries: Iterable[SafetensorsEntry], metadata: Mapping[str, str] | None) -> bytes:

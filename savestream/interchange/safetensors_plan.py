@@ -11,9 +11,11 @@ import msgspec
 from savestream.arrays import dtype_itemsize
 from savestream.errors import LoadMismatchError, PlanError, UnsafeObjectError
 from savestream.interchange.safetensors_header import (
+    MAXIMUM_HEADER_BYTES,
     METADATA_KEY,
     SafetensorsEntry,
     encode_header,
+    entry_bytes,
     export_dtype,
     export_shape,
 )
@@ -67,7 +69,7 @@ def plan_export(
     UnsafeObjectError
         A key holds no array, or one of a dtype that the format lacks; all are named.
     PlanError
-        Two keys have the same name in the format.
+        Two keys have the same name in the format, or a name or the metadata is too long for a header.
     """
     selected = _selected(metadata, keys, source)
     tensors = [_tensor(key, metadata, paths[key]) for key in selected if _problem(key, metadata) is None]
@@ -79,7 +81,13 @@ def plan_export(
             "Choose the others with keys=, or convert these; nothing was written"
         )
     _refuse_equal_names(tensors)
-    return [_file(group, texts) for group in _groups(tensors, maximum_bytes)] or [_file([], texts)]
+    left = MAXIMUM_HEADER_BYTES - len(encode_header([], texts))
+    if left < 0:
+        raise PlanError(
+            f"the metadata takes more than the {MAXIMUM_HEADER_BYTES} bytes that the header of a safetensors file may "
+            "have; nothing was written. Choose less with metadata="
+        )
+    return [_file(group, texts) for group in _groups(tensors, maximum_bytes, left)] or [_file([], texts)]
 
 
 def _selected(metadata: Metadata, keys: Sequence[str | tuple[object, ...]] | None, source: str) -> list[str]:
@@ -128,18 +136,32 @@ def _refuse_equal_names(tensors: Iterable[ExportTensor]) -> None:
             )
 
 
-def _groups(tensors: Iterable[ExportTensor], maximum_bytes: int) -> Iterator[list[ExportTensor]]:
+def _groups(
+    tensors: Iterable[ExportTensor], maximum_bytes: int, header_bytes_left: int
+) -> Iterator[list[ExportTensor]]:
     """Tensors in their order, as many to a file as fit; a larger one has its own."""
     group: list[ExportTensor] = []
-    used = 0
+    used = header_used = 0
     for tensor in tensors:
-        if group and used + tensor.nbytes > maximum_bytes:
+        described = _described_bytes(tensor)
+        if described > header_bytes_left:
+            raise PlanError(
+                f"{tensor.key[:200]!r}: its name and the metadata take more than the {MAXIMUM_HEADER_BYTES} bytes that "
+                "the header of a safetensors file may have; nothing was written"
+            )
+        if group and (used + tensor.nbytes > maximum_bytes or header_used + described > header_bytes_left):
             yield group
-            group, used = [], 0
+            group, used, header_used = [], 0, 0
         group.append(tensor)
         used += tensor.nbytes
+        header_used += described
     if group:
         yield group
+
+
+def _described_bytes(tensor: ExportTensor) -> int:
+    dtype = tensor.entry.properties.dtype
+    return entry_bytes(tensor.name, export_dtype(dtype) or "", export_shape(dtype, tuple(tensor.entry.size)))
 
 
 def _file(tensors: Iterable[ExportTensor], texts: Mapping[str, str] | None) -> ExportFile:

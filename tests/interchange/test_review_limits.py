@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from dcp_builder import METADATA, DcpBuilder, archive_of, size, tensor_program, zipped
-from import_support import imported
+from import_support import assert_equal, imported
 from pickle_support import applied, array, attributes, instance, mapping, named, number, pickled, text
 
 from savestream import SaveOptions, blocking
-from savestream.errors import CorruptCheckpointError, SaveTimeoutError
+from savestream.errors import CorruptCheckpointError, PlanError, SaveTimeoutError
 from savestream.interchange.dcp_metadata import parse_metadata
 from savestream.interchange.foreign import ForeignFiles
 from savestream.interchange.inert_pickle import read_pickle
@@ -272,3 +272,28 @@ def test_a_deadline_ends_the_reading_of_metadata(tmp_path, monkeypatch):
     with pytest.raises(SaveTimeoutError, match="timeout_seconds"):
         blocking.import_dcp(source, tmp_path / "out", options=SaveOptions(timeout_seconds=0.2))
     assert given_up.is_set()
+
+
+def test_headers_that_nobody_could_open_are_split(tmp_path, monkeypatch):
+    """As if a header could have 4000 bytes."""
+    for module in ("safetensors_header", "safetensors_plan"):
+        monkeypatch.setattr(f"savestream.interchange.{module}.MAXIMUM_HEADER_BYTES", 4000)
+    state = {f"{place:02d}{'n' * 500}": np.full(3, place, np.float32) for place in range(20)}
+    blocking.save(state, tmp_path / "saved")
+    metadata = {"note": "m" * 1000}
+    *files, index = blocking.export_safetensors(tmp_path / "saved", tmp_path / "out", metadata=metadata)
+    assert index.name == "model.safetensors.index.json"
+    lengths = [int.from_bytes(path.read_bytes()[:8], "little") for path in files]
+    assert 2000 < max(lengths) <= 4000
+    blocking.import_safetensors(tmp_path / "out", tmp_path / "again")
+    assert_equal(blocking.load(tmp_path / "again"), state)
+
+
+@pytest.mark.parametrize(("name", "note"), [("n" * 4000, "m"), ("n", "m" * 4000), ("n" * 2500, "m" * 2500)])
+def test_what_no_header_can_hold_is_refused(name, note, tmp_path, monkeypatch):
+    for module in ("safetensors_header", "safetensors_plan"):
+        monkeypatch.setattr(f"savestream.interchange.{module}.MAXIMUM_HEADER_BYTES", 4000)
+    blocking.save({name: np.ones(3)}, tmp_path / "saved")
+    with pytest.raises(PlanError, match=r"take.* more than the 4000 bytes"):
+        blocking.export_safetensors(tmp_path / "saved", tmp_path / "out", metadata={"note": note})
+    assert not (tmp_path / "out").exists()
