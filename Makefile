@@ -7,6 +7,9 @@ JAX_PIN ?= jax==0.10.*
 JAX_LIBRARY_PINS ?= flax==0.12.* optax==0.2.* equinox==0.13.*
 TENSORPLAY_PIN ?= tensorplay==1.0.*
 
+# Two test processes; the tests of one file stay together, since some share a costly start.
+PARALLEL ?= --numprocesses 2 --dist loadfile
+
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check --editable
 DEMO = .venv-demo/bin/python
 TEST = .venv-test/bin/python
@@ -25,12 +28,12 @@ demo: .venv-demo/stamp  ## train, kill the trainer in mid-save, resume, and comp
 
 test: .venv-test/stamp  ## linters and the light test suite, without any framework
 	$(MAKE) --no-print-directory lint
-	$(TEST) -m pytest -x -m "not slow and not frameworks"
+	$(TEST) -m pytest $(PARALLEL) -x -m "not slow and not frameworks"
 
 test-all: test test-rest  ## the whole test suite
 
 test-rest: .venv-test-all/stamp  ## what 'make test' leaves out: slow tests, and those with PyTorch and JAX
-	$(TEST_ALL) -m pytest -m "slow or frameworks"
+	$(TEST_ALL) -m pytest $(PARALLEL) -m "slow or frameworks"
 
 lint: .venv-test/stamp  ## ruff and mypy
 	$(TEST) -m ruff check .

@@ -255,7 +255,8 @@ class TargetChecker:
         if one.name != other.name and first == second and same_storage(one.name, other.name, self._entries, stored):
             return True
         indices = MetadataIndex(one.name, first), MetadataIndex(other.name, second)
-        return same_chunk(*indices, tuple(one.array.shape), self._entries, stored)
+        shape = one.array.shape if one.info is None else one.info.shape  # not every array has one
+        return same_chunk(*indices, tuple(shape), self._entries, stored)
 
     def _box_of(self, target: TargetArray) -> Shape:
         """Where the target's elements begin in the whole array; a plain array says nothing of it."""

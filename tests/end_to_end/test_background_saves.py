@@ -293,9 +293,9 @@ def test_memory_stays_flat_over_many_saves(tmp_path, kind):
             assert kind == "every third fails"
         faulty.faults = []
 
-    for step in range(120):
+    for step in range(70):
         asyncio.run(one(step))
-        if step in range(30, 40) or step in range(110, 120):
+        if step in range(20, 30) or step in range(60, 70):
             gc.collect()
             return_free_memory()
             measured.append((process.memory_info().rss, process.num_fds(), threading.active_count()))

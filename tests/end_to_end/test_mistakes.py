@@ -153,7 +153,7 @@ LOAD_ARGUMENTS = [
     ("strict", "yes"),
     ("cast", None),
     ("cast", "float32"),
-    ("framework", "torch"),
+    ("framework", "tensorflow"),
     ("framework", None),
     ("keys", 5),
     ("keys", b"a"),

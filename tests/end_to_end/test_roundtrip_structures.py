@@ -383,7 +383,9 @@ class Unknown:
 
 
 @pytest.mark.parametrize(
-    "bad", [Unknown(), lambda: 0, object(), iter([]), {1: Unknown()}, collections.defaultdict(Unknown), open], ids=repr
+    "bad",
+    [Unknown(), lambda: 0, object(), iter([]), {1: Unknown()}, collections.defaultdict(Unknown), open],
+    ids=["class", "function", "object", "iterator", "inside a dict", "factory", "builtin"],
 )
 def test_unsafe_objects_are_refused_by_key(bad: Any, tmp_path: pathlib.Path) -> None:
     with pytest.raises(UnsafeObjectError, match=r"outer\.bad"):

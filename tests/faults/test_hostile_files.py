@@ -110,7 +110,9 @@ def test_only_the_opt_in_of_value_decoding_unpickles():
     for path in package.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             found |= {(path.stem, name) for name in executing_names(node)}
-    assert found <= {("value_decoding", "pickle.load"), ("value_encoding", "pickle"), ("value_decoding", "pickle")}
+    # Others dump for the opt-in of saving, or name the errors of torch's safe reader.
+    imported = {("value_decoding", "pickle"), ("value_refusals", "pickle"), ("torch_reader", "pickle")}
+    assert found <= {("value_decoding", "pickle.load"), *imported}
     assert ("value_decoding", "pickle.load") in found
 
 

@@ -110,7 +110,7 @@ def overwrite_rounds(nursery, tmp_path, rounds):
     delays = random.Random(rounds)
     current = tmp_path / "current"
     steps = [0]
-    while len(steps) <= rounds or len([path for path in current.iterdir() if path.is_dir()]) < 2:
+    while len(steps) <= rounds or steps[-1] <= 1 or len([path for path in current.iterdir() if path.is_dir()]) < 2:
         assert len(steps) < rounds + MORE_ROUNDS, "no overwrite was killed half-way"
         ending = signal.SIGKILL if len(steps) % 2 else signal.SIGTERM
         nursery.kill_after(delays.uniform(0, 0.2), "overwrite", str(tmp_path), ending)
