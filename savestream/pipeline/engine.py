@@ -56,6 +56,7 @@ class Operation(Generic[Result]):
         self._engine = engine
         self._scope: anyio.CancelScope | None = None
         self._cancelled = False
+        self.is_begun = False  # set by the engine's loop
 
     def cancel(self) -> None:
         """Ask the work to end; returns at once. Harmless when it has ended."""
@@ -77,6 +78,17 @@ class Operation(Generic[Result]):
     def wait_until_ended(self) -> None:
         """Block until the work, with its clean-up, has ended, however."""
         wait_for_futures([self.future])
+
+    def abandon(self) -> None:
+        """Cancel the work and block until it has ended, however far handing it to the engine had got."""
+        self.cancel()
+        self._engine.post(self._end_unbegun)  # comes after the work's beginning, if that was handed over
+        if self._engine.is_alive:
+            self.wait_until_ended()
+
+    def _end_unbegun(self) -> None:
+        if not self.is_begun and self.future.cancel():
+            self.future.set_running_or_notify_cancel()
 
     def _cancel_scope(self) -> None:
         if self._scope is not None:
@@ -152,16 +164,21 @@ class Engine:
     def submit(self, function: Callable[[], Awaitable[Result]], name: str) -> Operation[Result]:
         """Start ``function`` on the engine from any thread."""
         operation: Operation[Result] = Operation(self, name)
+        self.start(operation, function)
+        return operation
+
+    def start(self, operation: Operation[Result], function: Callable[[], Awaitable[Result]]) -> None:
+        """Start ``function`` as an operation that the caller has made, so that it can abandon it at any point."""
         with self._lock:
             if self._closing:
                 raise UsageError("the interpreter is shutting down; savestream starts nothing new")
             self._operations.add(operation.future)
         operation.future.add_done_callback(self._operations.discard)
-        self.post(functools.partial(self._begin, lambda group: group.start_soon(operation.run, function)))
-        return operation
+        self.post(functools.partial(self._begin, operation, lambda group: group.start_soon(operation.run, function)))
 
-    def _begin(self, begin: Callable[[TaskGroup], object]) -> None:
+    def _begin(self, operation: Operation[Any], begin: Callable[[TaskGroup], object]) -> None:
         """On the loop: start work now, or as soon as there is a task group."""
+        operation.is_begun = True
         if self._group is None:
             self._early.append(begin)
         else:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from savestream.errors import UsageError
-from savestream.pipeline.engine import current_engine
+from savestream.pipeline.engine import Operation, current_engine
 
 __all__ = ["checkpoint_module", "run_on_engine", "torch_module"]
 
@@ -32,10 +32,10 @@ def run_on_engine(function: Callable[[], Awaitable[Result]], name: str) -> Resul
     engine = current_engine()
     if engine.is_current_thread:
         raise UsageError("torch.distributed.checkpoint blocks, so savestream's own engine thread cannot call it")
-    operation = engine.submit(function, name)
-    try:
+    operation: Operation[Result] = Operation(engine, name)
+    try:  # an interrupt may come as soon as the work may have begun
+        engine.start(operation, function)
         return operation.future.result()
     except BaseException:
-        operation.cancel()  # without effect where this is the work's own error
-        operation.wait_until_ended()
+        operation.abandon()  # without effect where this is the work's own error
         raise
