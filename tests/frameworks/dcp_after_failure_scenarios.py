@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dcp_rank_support import Ranks, failure_of
-from dcp_support import assert_same_state
+from dcp_support import assert_same_state, files_beneath
 from torch.distributed.checkpoint import default_planner
 
 from savestream.errors import CoordinationError, PlanError
@@ -113,3 +113,31 @@ def keys_that_a_planner_leaves_out_are_not_missed(ranks: Ranks) -> None:
         metadata = ranks.save({**state, **changing}, f"c{number}", planner=Dropping())
         assert "dropped" not in metadata.state_dict_metadata
     _forget_cached_plans()
+
+
+@scenario
+def what_other_ranks_wrote_goes_where_the_coordinator_wrote_nothing(ranks: Ranks) -> None:
+    class Failing(dcp.DefaultSavePlanner):
+        def finish_plan(self, new_plan: Any) -> Any:
+            if ranks.rank == 0:
+                raise RuntimeError("before its data")
+            return super().finish_plan(new_plan)
+
+    writer = ranks.writer()
+    state = {f"of {ranks.rank}": torch.ones(1000)}
+    for _ in range(2):
+        error = failure_of(lambda: ranks.save_with(writer, state, planner=Failing()))
+        assert list(error.failures) == [0]
+        del error
+        dist.barrier()
+    assert {name.partition("/")[2][:6] for name in files_beneath(ranks.place / "checkpoint")} == {
+        "r00001",
+        "r00002",
+        "r00003",
+    }
+    dist.barrier()
+    ranks.save_with(writer, state)
+    dist.barrier()
+    names = {name.partition("/")[0] for name in files_beneath(ranks.place / "checkpoint")}
+    assert len(names) == 2  # manifest.json and one save
+    assert_same_state(ranks.load({name: torch.zeros(1000) for name in state}), state)

@@ -17,7 +17,7 @@ import msgspec
 from savestream.errors import CorruptCheckpointError, UnsafeObjectError, UnsupportedFormatError
 from savestream.planners.values import decode_value, encode_value
 
-__all__ = ["MEMBER", "Extras", "decode_extras", "encode_extras"]
+__all__ = ["MEMBER", "Extras", "decode_extras", "encode_extras", "refuse_unsafe"]
 
 MEMBER = "torch.distributed.checkpoint"
 _FORMAT = 1
@@ -42,20 +42,21 @@ def encode_extras(extras: Extras) -> object:
     UnsafeObjectError
         The planner data hold something that could not be read back as it is without running code; names it.
     """
-    _refuse_unsafe(extras.planner_data, "planner_data")
+    refuse_unsafe(extras.planner_data)
     member = {"format": _FORMAT, **msgspec.structs.asdict(extras), "requires_grad": list(extras.requires_grad)}
     return encode_value({MEMBER: member}, "planner_data")
 
 
-def _refuse_unsafe(value: object, name: str) -> None:
+def refuse_unsafe(value: object, name: str = "planner_data") -> None:
+    """Refuse planner data that :func:`encode_extras` cannot take."""
     kind = type(value)
     if kind is dict:
         for key, item in value.items():  # type: ignore[attr-defined]  # mypy does not know that it is a dict
-            _refuse_unsafe(key, f"a key of {name}")
-            _refuse_unsafe(item, f"{name}[{key!r}]")
+            refuse_unsafe(key, f"a key of {name}")
+            refuse_unsafe(item, f"{name}[{key!r}]")
     elif kind in (list, tuple):
         for position, item in enumerate(value):  # type: ignore[arg-type]
-            _refuse_unsafe(item, f"{name}[{position}]")
+            refuse_unsafe(item, f"{name}[{position}]")
     elif kind not in _PLAIN:
         raise UnsafeObjectError(
             f"{name}: {kind.__module__}.{kind.__qualname__} in the planner's data cannot be stored so that reading it "

@@ -24,6 +24,7 @@ from savestream.integrations.dcp.frameworks import checkpoint_module, run_on_eng
 from savestream.integrations.dcp.items import RankItems
 from savestream.integrations.dcp.joining import JoinsTorch
 from savestream.integrations.dcp.nesting import DcpPath
+from savestream.integrations.dcp.plan_checks import refuse_incomplete_plans, refuse_unsafe_planner_data
 from savestream.integrations.dcp.results import RankPart, WrittenItem
 from savestream.integrations.dcp.staging import stage_state
 from savestream.integrations.dcp.tickets import SaveTicket, open_inbox
@@ -164,6 +165,8 @@ class StorageWriter(JoinsTorch):
             attempt.owners = {
                 (item.index.fqn, _offsets(item)): rank for rank, plan in enumerate(plans) for item in plan.items
             }
+        refuse_incomplete_plans(plans)
+        attempt.may_leave_data()  # of other ranks, whatever becomes of this one
         attempt.checks_keys = plan_cache.begin_check(plans)
         return [
             replace(plan, storage_data=SaveTicket(attempt.save_id, rank, len(plans), attempt.checks_keys))
@@ -184,7 +187,8 @@ class StorageWriter(JoinsTorch):
     def _write(self, plan: Any, planner: Any) -> list[Any]:
         attempt = self._attempt
         save_id, rank = attempt.identify(plan)
-        attempt.may_leave_data()
+        if attempt.is_coordinator:
+            refuse_unsafe_planner_data(planner)
         left = plan_cache.keys_left_to_others(attempt.sent_plan, plan, planner, is_asked=attempt.checks_keys)
         attempt.sent_plan = None
         return plan_cache.RankResults(self._write_items(plan, planner, save_id, rank) if plan.items else [], left)
