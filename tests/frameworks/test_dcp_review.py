@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import pickle
 import threading
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
+import anyio
 import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from dcp_support import load, save
+from torch.distributed.checkpoint import default_planner
+from torch.distributed.checkpoint.planner import WriteItemType
 
 import savestream.blocking
 from savestream.errors import CoordinationError
 from savestream.integrations.dcp import targets
+from savestream.integrations.dcp.frameworks import run_on_engine
+from savestream.integrations.dcp.staging import stage_state
 from savestream.integrations.torch import StorageReader, StorageWriter
+from savestream.pipeline.engine import current_engine
+from savestream.storage_backends.faults import Fault, FaultyBackend
+from savestream.storage_backends.file import FileBackend
 
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable):UserWarning")]
 
@@ -152,6 +162,124 @@ def test_columns_of_one_matrix_load(tmp_path: Path) -> None:
     whole = torch.zeros(40, 60)
     load({f"c{number}": whole[:, number] for number in range(60)}, StorageReader(tmp_path / "c"))
     assert torch.equal(whole, torch.arange(60.0).expand(40, 60))
+
+
+# --- before anything is written ---------------------------------------------------------------------------
+
+
+class _Unsafe(dcp.DefaultSavePlanner):
+    def create_global_plan(self, all_plans: list[Any]) -> tuple[list[Any], Any]:
+        plans, metadata = super().create_global_plan(all_plans)
+        metadata.planner_data = {"ours": object()}
+        return plans, metadata
+
+
+class _Torn(dcp.DefaultSavePlanner):
+    """Plans two boxes of a tensor that have an element in common."""
+
+    def create_local_plan(self) -> Any:
+        plan = super().create_local_plan()
+        (item,) = plan.items
+        items = []
+        for offset in (0, 1):
+            chunk = dataclasses.replace(item.tensor_data.chunk, offsets=torch.Size((offset,)), sizes=torch.Size((2,)))
+            index = dataclasses.replace(item.index, offset=chunk.offsets)
+            data = dataclasses.replace(item.tensor_data, chunk=chunk)
+            items.append(dataclasses.replace(item, index=index, type=WriteItemType.SHARD, tensor_data=data))
+        return dataclasses.replace(plan, items=items)
+
+    def create_global_plan(self, all_plans: list[Any]) -> tuple[list[Any], Any]:
+        with mock.patch.object(default_planner, "_validate_global_plan", return_value=[]):
+            return super().create_global_plan(all_plans)
+
+
+@pytest.mark.parametrize(
+    ("planner", "message"),
+    [(_Unsafe, r"planner_data\['ours'\]: builtins.object"), (_Torn, r"w: overlapping boxes: box at \(0,\)")],
+)
+def test_what_finish_would_refuse_is_refused_before_data_are_written(
+    tmp_path: Path, planner: Any, message: str
+) -> None:
+    opened: list[str] = []
+    backend = FaultyBackend(FileBackend(tmp_path), [Fault("open_writer", hook=opened.append, times=100)])
+    with pytest.raises(dcp.CheckpointException, match=message):
+        save({"w": torch.ones(3)}, StorageWriter((backend, "c")), planner=planner())
+    assert not opened
+    save({"w": torch.ones(3)}, StorageWriter((backend, "c")))
+    assert opened
+
+
+# --- interrupts -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_handed_over", [False, True])
+def test_an_interrupt_beside_the_handing_over_leaves_no_work(
+    monkeypatch: pytest.MonkeyPatch, is_handed_over: bool
+) -> None:
+    engine = current_engine()
+    post, events = engine.post, list[str]()
+
+    def interrupted(function: Any) -> None:
+        monkeypatch.undo()
+        if is_handed_over:
+            post(function)
+        raise KeyboardInterrupt
+
+    async def work() -> None:
+        events.append("begun")
+        try:
+            await anyio.sleep_forever()
+        finally:
+            events.append("ended")
+
+    monkeypatch.setattr(engine, "post", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_on_engine(work, "being interrupted")
+    assert events in ([["begun", "ended"], []] if is_handed_over else [[]])
+
+
+# --- staging ----------------------------------------------------------------------------------------------
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+@dataclasses.dataclass
+class Holder:
+    tensor: Any
+
+
+def test_what_torch_shows_is_staged_wherever_it_is() -> None:
+    base = torch.tensor([1 + 2j, 3 - 4j])
+    seen, plain = base.conj(), torch.arange(4.0)
+    negated = seen.imag
+    state = {
+        "object": SimpleNamespace(tensor=seen),
+        "dataclass": Holder(negated),
+        "deque": collections.deque([seen, plain]),
+        "named": Point(base.conj(), [plain]),
+        "ordered": collections.OrderedDict(a=(seen, {"b": negated})),
+        "tied": [plain, plain[1:3], base],
+    }
+    staged = stage_state(state)
+    assert type(staged["named"]) is Point
+    assert type(staged["dataclass"]) is Holder
+    assert type(staged["deque"]) is collections.deque
+    assert type(staged["ordered"]) is collections.OrderedDict
+    conjugated = [staged["object"].tensor, staged["deque"][0], staged["named"].x, staged["ordered"]["a"][0]]
+    assert all(tensor.tolist() == [1 - 2j, 3 + 4j] for tensor in conjugated)
+    assert all(tensor.tolist() == [-2, 4] for tensor in (staged["dataclass"].tensor, staged["ordered"]["a"][1]["b"]))
+    assert not any(tensor.is_conj() for tensor in conjugated)
+    assert len({tensor.data_ptr() for tensor in conjugated}) == 1
+    ties = [staged["deque"][1], staged["named"].y[0], *staged["tied"][:2]]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in ties}) == 1
+    base.zero_()
+    plain.zero_()
+    assert conjugated[0].tolist() == [1 - 2j, 3 + 4j]
+    assert staged["tied"][2].tolist() == [1 + 2j, 3 - 4j]
+    assert ties[0].tolist() == [0, 1, 2, 3]
 
 
 # --- subclasses -------------------------------------------------------------------------------------------

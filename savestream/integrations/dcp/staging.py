@@ -1,42 +1,43 @@
 """The copy that ``async_save`` makes of a state: torch's own stager, which takes memory as it lies.
 
-A conjugated or negated tensor is memory and a bit; torch's stager copies the memory and forgets the bit. So such
-tensors are made plain before.
+A conjugated or negated tensor is memory and a bit; torch's stager copies the memory and forgets the bit. So such a
+tensor is made plain where the stager comes to it, whatever holds it.
 """
 
 from __future__ import annotations
 
-import copy
+import functools
+import importlib
 from typing import Any
-
-from savestream.integrations.dcp.frameworks import checkpoint_module, torch_module
 
 __all__ = ["stage_state"]
 
 
 def stage_state(state: Any) -> Any:
     """A copy of a state in host memory, of which nothing changes with the original."""
-    staging = checkpoint_module("staging")
-    stager = staging.DefaultStager(staging.StagingOptions(False, False, False, False))
+    stager = _stager_class()()
     try:
-        return stager.stage(_plain(state))
+        return stager.stage(state)
     finally:
         stager.close()
 
 
-def _plain(state: Any) -> Any:
-    """The state itself, or a copy of what leads to conjugated and negated tensors."""
-    if isinstance(state, torch_module().Tensor):
-        return state.resolve_conj().resolve_neg() if state.is_conj() or state.is_neg() else state
-    if not isinstance(state, dict | list | tuple):
-        return state
-    items = list(state.items()) if isinstance(state, dict) else list(enumerate(state))
-    changed = {key: plain for key, value in items if (plain := _plain(value)) is not value}
-    if not changed:
-        return state
-    if isinstance(state, tuple):
-        return tuple([changed.get(position, value) for position, value in items])
-    duplicate = copy.copy(state)
-    for key, value in changed.items():
-        duplicate[key] = value
-    return duplicate
+@functools.cache
+def _stager_class() -> Any:
+    module: Any = importlib.import_module("torch.distributed.checkpoint._state_dict_stager")
+
+    class Stager(module.StateDictStager):  # type: ignore[misc]  # mypy does not know the base
+        """torch's stager, for tensors of which torch shows something else than lies in memory, too."""
+
+        def _offload_tensor(self, x: Any, memo: dict[Any, Any], non_blocking: bool = False) -> Any:
+            if not (x.is_conj() or x.is_neg()):
+                return super()._offload_tensor(x, memo, non_blocking=non_blocking)
+            seen = (x.data_ptr(), x.device, x.dtype, x.shape, x.stride(), x.is_conj(), x.is_neg())
+            if seen not in memo:  # another view of the same elements is tied to this one
+                plain = x.resolve_conj().resolve_neg()
+                self._keep_alive([x, plain], memo)  # their memory must not be given to others meanwhile
+                memo[seen] = super()._offload_tensor(plain, memo, non_blocking=non_blocking)
+            memo[id(x)] = memo[seen]
+            return memo[seen]
+
+    return Stager
