@@ -12,6 +12,7 @@ from savestream.interchange.conversion import Conversion, ConversionInfo
 from savestream.interchange.dcp_reader import read_dcp
 from savestream.interchange.foreign import ForeignFiles, ForeignState, OnUnsupported, local_path, require_source
 from savestream.interchange.safetensors_export import Export
+from savestream.interchange.safetensors_header import is_text
 from savestream.interchange.safetensors_reader import read_safetensors
 from savestream.interchange.torch_reader import read_torch
 from savestream.pipeline.arguments import check_flag, check_keys, check_kind, check_observer
@@ -214,8 +215,8 @@ def _shard_bytes(value: object) -> int:
 def _texts(metadata: object) -> Mapping[str, str] | None:
     if metadata is None:
         return None
-    if not isinstance(metadata, Mapping) or not all(type(text) is str for pair in metadata.items() for text in pair):
-        raise PlanError(f"metadata={metadata!r}: safetensors files hold texts by text")
+    if not isinstance(metadata, Mapping) or not all(is_text(text) for pair in metadata.items() for text in pair):
+        raise PlanError(f"metadata={metadata!r}: safetensors files hold texts by text, in UTF-8")
     return metadata
 
 

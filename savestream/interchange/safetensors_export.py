@@ -17,6 +17,7 @@ from savestream.arrays import dtype_from_name
 from savestream.arrays.strided_reads import element_boxes
 from savestream.errors import PlanError
 from savestream.interchange.export_files import ExportDirectory, ScratchFile, require_absent
+from savestream.interchange.safetensors_header import is_text
 from savestream.interchange.safetensors_plan import ExportFile, ExportTensor, plan_export
 from savestream.pipeline.buffers import aligned_bytes
 from savestream.pipeline.open_checkpoint import OpenCheckpoint, following_overwrites, metadata_of
@@ -84,7 +85,7 @@ def _as_texts(metadata: Any) -> Mapping[str, str] | None:
     if type(metadata) is not dict:
         return None
     pairs = metadata.items()
-    return metadata if all(type(key) is str and type(text) is str for key, text in pairs) else None
+    return metadata if all(is_text(text) for pair in pairs for text in pair) else None
 
 
 class _Names:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -26,6 +27,7 @@ __all__ = [
     "export_shape",
     "header_length",
     "import_description",
+    "is_text",
     "parse_header",
 ]
 
@@ -35,6 +37,7 @@ MAXIMUM_HEADER_BYTES = 100_000_000  # what the format's own library reads
 _ALIGNMENT_BYTES = 8
 _MAXIMUM_DIMENSIONS = 64
 _LIMIT = 1 << 62
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 # By the format's name: bits of an element, and the dtype name it has here. F4 packs two elements into a byte; here, as
 # in PyTorch, such a pair is the element.
@@ -83,6 +86,11 @@ class SafetensorsHeader(msgspec.Struct, frozen=True):
 
     entries: tuple[SafetensorsEntry, ...]
     metadata: dict[str, str] | None
+
+
+def is_text(value: object) -> bool:
+    """Whether UTF-8, in which headers are, can hold it: surrogates alone are no characters."""
+    return type(value) is str and not _SURROGATE.search(value)
 
 
 def header_length(data: bytes, file_bytes: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
@@ -18,6 +17,7 @@ from savestream.interchange.safetensors_header import (
     entry_bytes,
     export_dtype,
     export_shape,
+    is_text,
 )
 from savestream.planners.metadata import Metadata, TensorStorageMetadata
 from savestream.planners.paths import Index, select_names
@@ -121,7 +121,7 @@ def _name(key: str, path: tuple[object, ...]) -> str:
     if not path or not all(type(part) in (str, int, Index) for part in path):
         raise PlanError(f"{key!r}: only dicts with str or int keys, and sequences, have names in safetensors files")
     name = ".".join(str(part.position if isinstance(part, Index) else part) for part in path)
-    if name == METADATA_KEY or re.search("[\ud800-\udfff]", name):
+    if name == METADATA_KEY or not is_text(name):
         raise PlanError(f"{key!r}: no tensor can have the name {name!r} in safetensors files")
     return name
 

@@ -297,3 +297,14 @@ def test_what_no_header_can_hold_is_refused(name, note, tmp_path, monkeypatch):
     with pytest.raises(PlanError, match=r"take.* more than the 4000 bytes"):
         blocking.export_safetensors(tmp_path / "saved", tmp_path / "out", metadata={"note": note})
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("metadata", [{"a": "\ud800"}, {"\udfff": "b"}])
+def test_metadata_that_utf8_cannot_hold_is_refused(metadata, tmp_path):
+    blocking.save({"w": np.ones(3)}, tmp_path / "saved", metadata=metadata)
+    with pytest.raises(PlanError, match=r"metadata=.*in UTF-8"):
+        blocking.export_safetensors(tmp_path / "saved", tmp_path / "out", metadata=metadata)
+    assert not (tmp_path / "out").exists()
+    # The checkpoint's own is used where the format can hold it.
+    (path,) = blocking.export_safetensors(tmp_path / "saved", tmp_path / "out")
+    assert b"__metadata__" not in path.read_bytes()
