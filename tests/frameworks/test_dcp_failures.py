@@ -166,7 +166,7 @@ def test_saves_one_after_the_other_keep_nothing(tmp_path: Path) -> None:
     assert len(files_beneath(tmp_path)) == 3
 
 
-def test_a_checkpoint_that_is_overwritten_during_a_load_is_said_to_be_gone(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_overwritten_during_a_load_is_said_to_be_replaced(tmp_path: Path) -> None:
     """The plan was made for what is no longer there; torch cannot start over."""
     save(state(1), StorageWriter(tmp_path / "c"))
 
@@ -175,8 +175,9 @@ def test_a_checkpoint_that_is_overwritten_during_a_load_is_said_to_be_gone(tmp_p
             save(state(2), StorageWriter(tmp_path / "c"))
             return new_plan
 
-    with pytest.raises(dcp.CheckpointException, match="missing, although the manifest names it"):
+    with pytest.raises(dcp.CheckpointException, match=r"overwritten while it was being loaded.*load again") as caught:
         load(state(0), StorageReader(tmp_path / "c"), planner=Planner())
+    assert isinstance(caught.value.failures[0][0], CoordinationError)
     assert_same_state(load(state(0), StorageReader(tmp_path / "c")), state(2))
 
 

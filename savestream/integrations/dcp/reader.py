@@ -13,7 +13,7 @@ from savestream.errors import CoordinationError, PlanError
 from savestream.integrations.dcp.destination import Destination
 from savestream.integrations.dcp.frameworks import checkpoint_module, run_on_engine, torch_module
 from savestream.integrations.dcp.joining import JoinsTorch
-from savestream.integrations.dcp.reading import ReadableCheckpoint, StoredValue, open_readable
+from savestream.integrations.dcp.reading import ReadableCheckpoint, StoredValue, open_readable, read_opened
 from savestream.integrations.dcp.targets import (
     Target,
     batches,
@@ -26,7 +26,6 @@ from savestream.pipeline.arguments import check_flag, check_kind
 from savestream.pipeline.commit import new_save_id
 from savestream.pipeline.open_checkpoint import following_overwrites
 from savestream.pipeline.options import LoadOptions
-from savestream.pipeline.rank_reads import read_boxes
 from savestream.storage_backends import Place
 
 __all__ = ["StorageReader"]
@@ -172,14 +171,14 @@ class StorageReader(JoinsTorch):
             reads = [read for _, value in batch for read in value.reads]
             if reads:
                 run_on_engine(
-                    functools.partial(read_boxes, readable.checkpoint, reads, self._options), "reading values"
+                    functools.partial(read_opened, readable.checkpoint, reads, self._options), "reading values"
                 )
             for item, value in batch:
                 planner.load_bytes(item, readable.stream(value))
 
     def _fill(self, targets: Sequence[Target], planner: Any, readable: ReadableCheckpoint) -> None:
         reads = [target.read() for target in targets]
-        run_on_engine(lambda: read_boxes(readable.checkpoint, reads, self._options), "reading tensors")
+        run_on_engine(lambda: read_opened(readable.checkpoint, reads, self._options), "reading tensors")
         for target in targets:
             target.complete()
             planner.commit_tensor(target.item, target.tensor)

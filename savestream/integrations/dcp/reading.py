@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from savestream.arrays import HostArray, dtype_from_name, framework_adapter
-from savestream.errors import PlanError, UnsafeObjectError
+from savestream.errors import CoordinationError, PlanError, SavestreamError, StorageError, UnsafeObjectError
 from savestream.integrations.dcp.extras import decode_extras
 from savestream.integrations.dcp.frameworks import checkpoint_module, torch_module
 from savestream.integrations.dcp.leaves import Leaf, find_leaves
 from savestream.pipeline.buffers import allocate_array
-from savestream.pipeline.open_checkpoint import ChunkLocation, OpenCheckpoint, metadata_of
+from savestream.pipeline.commit import read_root
+from savestream.pipeline.open_checkpoint import ChunkLocation, OpenCheckpoint, VanishedDataError, metadata_of
 from savestream.pipeline.options import LoadOptions
 from savestream.pipeline.plan_section import KIND_JSON, KIND_PICKLE
 from savestream.pipeline.rank_reads import BoxRead, read_boxes
@@ -24,7 +26,7 @@ from savestream.planners.value_decoding import unpickle_object
 from savestream.planners.values import decode_value, decode_value_bytes
 from savestream.threads import run_in_worker
 
-__all__ = ["ReadableCheckpoint", "StoredValue", "open_readable"]
+__all__ = ["ReadableCheckpoint", "StoredValue", "open_readable", "read_opened"]
 
 
 class StoredValue(msgspec.Struct, frozen=True):
@@ -186,6 +188,33 @@ async def open_readable(checkpoint: OpenCheckpoint, options: LoadOptions) -> Rea
     return await run_in_worker(
         ReadableCheckpoint, checkpoint, {name: array.tobytes() for name, (array, _) in found.items()}, options
     )
+
+
+async def read_opened(checkpoint: OpenCheckpoint, reads: Sequence[BoxRead], options: LoadOptions) -> None:
+    """Read boxes of a checkpoint that was opened before.
+
+    Raises
+    ------
+    CoordinationError
+        It was overwritten since.
+    """
+    try:
+        await read_boxes(checkpoint, reads, options)
+    except (VanishedDataError, StorageError) as error:
+        vanished = isinstance(error, VanishedDataError) or error.errno in (errno.ENOENT, errno.ESTALE)
+        if vanished and await _is_replaced(checkpoint):
+            raise CoordinationError(
+                f"{checkpoint.place}: overwritten while it was being loaded, so the target may hold parts of it; load "
+                "again"
+            ) from error
+        raise
+
+
+async def _is_replaced(checkpoint: OpenCheckpoint) -> bool:
+    try:
+        return (await read_root(checkpoint.location)).checkpoint_id != checkpoint.root.checkpoint_id
+    except SavestreamError:
+        return False  # deleted or unreadable: what was raised first says more
 
 
 def _decoding(node: object, name: str, options: LoadOptions) -> Any:
