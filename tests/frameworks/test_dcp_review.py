@@ -125,12 +125,12 @@ def test_a_refused_load_leaves_the_target_as_it_was(tmp_path: Path, make: Any, o
 
 
 def test_a_refused_value_leaves_the_target_as_it_was(tmp_path: Path) -> None:
-    state = {"a": np.arange(4.0), "plain": 3, "unsafe": complex}
+    state = {"a": np.arange(4.0), "plain": {"x": 3}, "unsafe": complex}
     savestream.blocking.save(state, tmp_path / "c", options=savestream.SaveOptions(allow_pickle=True))
-    target = {"a": torch.zeros(4, dtype=torch.float64), "plain": 0, "unsafe": None}
+    target: dict[str, Any] = {"a": torch.zeros(4, dtype=torch.float64), "plain": {"x": 0}, "unsafe": None}
     with pytest.raises(dcp.CheckpointException, match="unsafe: stored with pickle"):
         load(target, StorageReader(tmp_path / "c"))
-    assert target["plain"] == 0
+    assert target["plain"] == {"x": 0}
     assert not target["a"].any()
 
 
