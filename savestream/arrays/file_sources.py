@@ -98,6 +98,12 @@ class PooledFile(ByteSource):
                     done = file.fill_direct(direct, offset, buffer, bounce)
             _fill(file.descriptor, offset + done, buffer[done:])
 
+    def prefetch(self, offset: int, nbytes: int) -> None:
+        """Say that a small range will be read soon; nothing waits for it."""
+        if hasattr(os, "posix_fadvise"):
+            with self._pool.lend(self._path) as file, contextlib.suppress(OSError):  # advice is optional
+                os.posix_fadvise(file.descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
+
     def size_bytes(self) -> int:
         """The file's size now."""
         with self._pool.lend(self._path) as file:
@@ -107,16 +113,16 @@ class PooledFile(ByteSource):
 class _OpenFile:
     """One open file and how many threads use it.
 
-    Large ranges go past the page cache where the file system has direct I/O: reading what is read only once through the
-    cache takes the time to fill it, and pushes out what others need.
+    Large ranges go past the page cache where the file system has direct I/O: filling the cache can take longer than
+    reading twice, and pushes out what others need.
     """
 
-    def __init__(self, descriptor: int, *, direct: bool) -> None:
+    def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         self.users = 0
         self._direct: int | None = None
         self._direct_refused = False
-        self._asked_for_direct = not (direct and DIRECT)
+        self._asked_for_direct = not DIRECT
         self._lock = threading.Lock()
 
     def direct(self, path: str) -> int | None:
@@ -160,18 +166,10 @@ class FilePool:
 
     An open file has one descriptor, or two where large ranges of it were read. A file that was closed meanwhile must be
     the same when it is opened again. A thread uses one file at a time.
-
-    Parameters
-    ----------
-    limit
-        Files open at once.
-    direct
-        Read large ranges past the page cache. Best where nothing is read twice.
     """
 
-    def __init__(self, limit: int = 32, *, direct: bool = True) -> None:
+    def __init__(self, limit: int = 32) -> None:
         self.limit = limit
-        self._direct = direct
         self._open: OrderedDict[str, _OpenFile] = OrderedDict()
         self._bounces: list[Bytes] = []
         self._identities: dict[str, tuple[int, int]] = {}
@@ -217,7 +215,7 @@ class FilePool:
                 self._open.move_to_end(path)
                 return file
             if len(self._open) < self.limit or self._close_idle():
-                file = self._open[path] = _OpenFile(self._open_checked(path), direct=self._direct)
+                file = self._open[path] = _OpenFile(self._open_checked(path))
                 return file
             self._changed.wait()
 

@@ -58,7 +58,7 @@ class Conversion(msgspec.Struct):
 
     async def run(self) -> ConversionInfo:
         """Convert, or raise and leave nothing behind."""
-        files = ForeignFiles(read_twice=self.verify)
+        files = ForeignFiles()
         started = perf_counter()
         try:
             foreign = await self._read_within(self.options.timeout_seconds, files)

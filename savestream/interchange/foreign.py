@@ -45,13 +45,10 @@ class ForeignState(msgspec.Struct):
 
 
 class ForeignFiles:
-    """The open files of a conversion, and the order to stop.
+    """The open files of a conversion, and the order to stop."""
 
-    ``read_twice`` says that all elements will be read a second time, which then comes from the page cache.
-    """
-
-    def __init__(self, *, read_twice: bool = False) -> None:
-        self.pool = FilePool(direct=not read_twice)
+    def __init__(self) -> None:
+        self.pool = FilePool()
         self.decoded = DecodedPool()
         self.stop = threading.Event()
 

@@ -13,11 +13,11 @@ from typing import NamedTuple
 from savestream.arrays.file_sources import ByteSource
 from savestream.errors import CorruptCheckpointError, UnsafeObjectError
 
-__all__ = ["StoredMember", "StoredZip", "Window"]
+__all__ = ["EDGE_BYTES", "StoredMember", "StoredZip", "Window"]
 
 _MAXIMUM_DIRECTORY_BYTES = 256 * 1024 * 1024
 _MAXIMUM_MEMBERS = 1 << 20
-_EDGE_BYTES = 4096
+EDGE_BYTES = 4096
 _SMALL_BYTES = 64 * 1024
 
 _END = struct.Struct("<4s4H2IH")
@@ -44,9 +44,9 @@ class Window:
         self.source = source
         self.offset = offset
         self.nbytes = nbytes
-        edge = nbytes if nbytes <= _SMALL_BYTES else _EDGE_BYTES
+        edge = nbytes if nbytes <= _SMALL_BYTES else EDGE_BYTES
         self._head = source.read(offset, edge)
-        self._tail_start = nbytes if edge == nbytes else nbytes - _EDGE_BYTES
+        self._tail_start = nbytes if edge == nbytes else nbytes - EDGE_BYTES
         self._tail = source.read(offset + self._tail_start, nbytes - self._tail_start)
 
     def read(self, start: int, nbytes: int) -> bytes:
