@@ -16,6 +16,7 @@ from benchmarks.interchange_probe import CONVERSIONS, DCP_LOAD, PREPARE, PREPARE
 from benchmarks.machine import describe_machine, working_directory
 from benchmarks.measuring import Goal, Ratio, Samples, Turn, judge, judge_ratio, paired_ratio, run_rounds
 from benchmarks.report import Report
+from benchmarks.systems import import_problem
 
 __all__ = ["add_arguments", "run"]
 
@@ -32,11 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, rounds: int) -> Report:
     """Measure and judge."""
     layers = 0 if arguments.quick else arguments.layers
-    absent: dict[str, str] = {}
-    try:
-        import torch  # noqa: F401 - only whether it is there
-    except ImportError as error:
-        absent["DCP"] = f"{type(error).__name__}: {error}"
+    problem = import_problem("torch")
+    absent = {} if problem is None else {"DCP": problem}
     with working_directory(arguments.root) as directory:
         probe = _Probe(directory, layers, arguments.compression)
         probe(PREPARE)

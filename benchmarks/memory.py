@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from benchmarks.machine import describe_machine, working_directory
 from benchmarks.measuring import Goal, Samples, Turn, judge, run_rounds
 from benchmarks.report import Report
+from benchmarks.systems import import_problem
 from savestream.pipeline.options import DEFAULT_MEMORY_BUDGET_BYTES
 
 __all__ = ["add_arguments", "run"]
@@ -31,11 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, rounds: int) -> Report:
     """Measure and judge; every operation has a process of its own."""
     layers = 0 if arguments.quick else arguments.layers
-    absent: dict[str, str] = {}
-    try:
-        import torch  # noqa: F401 - only whether it is there
-    except ImportError as error:
-        absent["DCP"] = f"{type(error).__name__}: {error}"
+    problem = import_problem("torch")
+    absent = {} if problem is None else {"DCP": problem}
     systems = {**_OWN, **({} if absent else _PEERS)}
     with working_directory(arguments.root) as directory:
         turns = [

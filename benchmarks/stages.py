@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from benchmarks.machine import Machine
 from benchmarks.states import Tree
 from savestream import Event, LoadFinished, SaveOptions, Statistics, blocking
@@ -25,11 +27,7 @@ def stages_of_one_run(machine: Machine, directory: str, state: Tree, target: Tre
                 finished.append(event.statistics)
 
         machine.evict(directory)
-        machine.timed(
-            lambda destination=destination, observe=observe: blocking.load(  # type: ignore[misc]
-                place, destination, observer=observe
-            )
-        )
+        machine.timed(functools.partial(blocking.load, place, destination, observer=observe))
         found[name] = _table(finished[0])
     machine.clear(directory)
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import logging
 import warnings
@@ -13,7 +14,16 @@ from benchmarks.states import Tree, as_tensor, flat_items, map_leaves, poison, r
 from savestream import SaveOptions, blocking
 from savestream.pipeline.options import Compression
 
-__all__ = ["LOAD_INTO", "LOAD_NEW", "SAVE", "System", "peer_systems", "run_system", "savestream_system"]
+__all__ = [
+    "LOAD_INTO",
+    "LOAD_NEW",
+    "SAVE",
+    "System",
+    "import_problem",
+    "peer_systems",
+    "run_system",
+    "savestream_system",
+]
 
 SAVE = "save"
 LOAD_INTO = "load into target"
@@ -42,7 +52,7 @@ def run_system(system: System, machine: Machine, directory: str, state: Tree, ta
     for label, load in system.loads.items():
         poison(target)
         machine.evict(directory)
-        taken, loaded = machine.timed(lambda load=load: load(directory))  # type: ignore[misc]
+        taken, loaded = machine.timed(functools.partial(load, directory))
         seconds[f"{system.name}: {label}"] = taken
         require_equal(target if loaded is None else loaded, state, f"{system.name}: {label}")
         del loaded
@@ -72,7 +82,7 @@ def peer_systems(state: Tree, target: Tree) -> tuple[list[System], dict[str, str
         "torchsnapshot": ("torchsnapshot", _torchsnapshot),
     }
     for name, (module, make) in makers.items():
-        problem = _import_problem(module)
+        problem = import_problem(module)
         if problem is None:
             systems.append(make(*(map_leaves(as_tensor, tree) for tree in (state, target))))
         else:
@@ -80,7 +90,7 @@ def peer_systems(state: Tree, target: Tree) -> tuple[list[System], dict[str, str
     return systems, absent
 
 
-def _import_problem(module: str) -> str | None:
+def import_problem(module: str) -> str | None:
     """Import quietly; say what stands in the way, whatever it is."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

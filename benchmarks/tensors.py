@@ -14,7 +14,7 @@ from benchmarks.report import Report
 from benchmarks.stages import Stages, stages_of_one_run
 from benchmarks.stalls import StallTurn, background_label, pool_for, stall_label
 from benchmarks.states import Tree, as_tensor, gpt2_train_state, many_arrays, map_leaves, total_bytes
-from benchmarks.systems import LOAD_INTO, SAVE, run_system, savestream_system
+from benchmarks.systems import LOAD_INTO, SAVE, import_problem, run_system, savestream_system
 from savestream import SaveOptions
 
 __all__ = ["add_arguments", "run"]
@@ -34,6 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, rounds: int) -> Report:
     """Measure and judge."""
+    if problem := import_problem("torch"):
+        raise SystemExit(f"tensors: this benchmark is about PyTorch, which is not there ({problem})")
     shape = _QUICK if arguments.quick else {"layers": arguments.layers}
     leaves = _QUICK_LEAVES if arguments.quick else arguments.leaves
     state = gpt2_train_state(**shape)
