@@ -30,7 +30,7 @@ from savestream.storage_backends import MemoryBackend
 
 PAGE = pathlib.Path(__file__).with_name("supported-types.md")
 TABLES = pathlib.Path(__file__).parents[1] / "tests" / "frameworks"
-if str(TABLES) not in sys.path:
+if str(TABLES) not in sys.path:  # the tables are the tests' own, and are found only from here on
     sys.path.insert(0, str(TABLES))
 
 from leaf_containers import CONTAINERS, RECORD_TYPES, Container, leaf_of, outline  # noqa: E402

@@ -26,6 +26,15 @@ class Destination:
         self._shared = self._given
         self._own = threading.local()
 
+    @classmethod
+    def accepts(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether there is a storage backend for a place."""
+        try:
+            cls(checkpoint_id)
+        except PlanError:
+            return False
+        return True
+
     def reset(self, checkpoint_id: str | os.PathLike[str]) -> None:
         """Use another place; a path beneath the same backend where ``(backend, path)`` had been given."""
         place: Place = checkpoint_id
@@ -66,7 +75,7 @@ class Destination:
         return {"place": place}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["place"])  # type: ignore[misc]  # a new object, made the usual way
+        self.__dict__.update(Destination(state["place"]).__dict__)
 
 
 def _absolute(place: Place | None) -> Place | None:

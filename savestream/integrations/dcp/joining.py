@@ -12,7 +12,7 @@ __all__ = ["JoinsTorch"]
 _Foreign: Any = object  # type checkers let instances pass for torch's
 
 
-class JoinsTorch(_Foreign):  # type: ignore[misc]
+class JoinsTorch(_Foreign):  # type: ignore[misc]  # of a base that is anything to it, on purpose
     """Instances are of a class that derives from this one and from torch's class called ``torch_class``."""
 
     torch_class: ClassVar[str]

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from savestream.errors import CoordinationError, PlanError
+from savestream.errors import CoordinationError
 from savestream.integrations.dcp.destination import Destination
 from savestream.integrations.dcp.frameworks import checkpoint_module, run_on_engine, torch_module
 from savestream.integrations.dcp.joining import JoinsTorch
@@ -77,11 +77,7 @@ class StorageReader(JoinsTorch):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether savestream can load from there."""
-        try:
-            Destination(checkpoint_id)
-        except PlanError:
-            return False
-        return True
+        return Destination.accepts(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Start a new load, from another place if one is given."""

@@ -15,7 +15,7 @@ from typing import Any
 import anyio
 import msgspec
 
-from savestream.errors import PlanError, SaveTimeoutError, UsageError
+from savestream.errors import SaveTimeoutError, UsageError
 from savestream.integrations.dcp import plan_cache
 from savestream.integrations.dcp.attempts import Attempt
 from savestream.integrations.dcp.composition import compose, correct_metadata
@@ -112,11 +112,7 @@ class StorageWriter(JoinsTorch):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether savestream can save there."""
-        try:
-            Destination(checkpoint_id)
-        except PlanError:
-            return False
-        return True
+        return Destination.accepts(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Start a new save, to another place if one is given."""
