@@ -66,9 +66,10 @@ def _load_old_format(path: str) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=False)
     except pickle.UnpicklingError as error:
+        # PyTorch's own text, which the cause has, advises to switch the safe reader off.
         raise UnsafeObjectError(
-            f"{path}: torch.load(weights_only=True) refuses it: {error}. If you trust it, load it with PyTorch, "
-            "and save what it holds with savestream.save"
+            f"{path}: torch.load(weights_only=True) refuses what it holds, or torch.save did not write it. If you trust "
+            "it, load it with PyTorch, and save what it holds with savestream.save"
         ) from error
     except OSError as error:
         raise StorageError(error.errno, f"{path}: reading it failed: {error.strerror or error}") from error
