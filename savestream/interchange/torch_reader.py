@@ -68,8 +68,8 @@ def _load_old_format(path: str) -> Any:
     except pickle.UnpicklingError as error:
         # PyTorch's own text, which the cause has, advises to switch the safe reader off.
         raise UnsafeObjectError(
-            f"{path}: torch.load(weights_only=True) refuses what it holds, or torch.save did not write it. If you trust "
-            "it, load it with PyTorch, and save what it holds with savestream.save"
+            f"{path}: torch.load(weights_only=True) refuses what it holds, or torch.save did not write it. If you "
+            "trust it, load it with PyTorch, and save what it holds with savestream.save"
         ) from error
     except OSError as error:
         raise StorageError(error.errno, f"{path}: reading it failed: {error.strerror or error}") from error
